@@ -1,0 +1,110 @@
+"""Shared helpers: shards made for a test, and functions run by several gloo ranks."""
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_DATA = ROOT.parent / "shared" / "data"
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "data"))
+
+
+TINY = {
+    "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16, "batch_size": 12,
+    "device_batch_size": 2, "sequence_length": 16, "num_iterations": 6, "warmdown_iters": 3,
+    "learning_rate": 0.01, "muon_learning_rate": 0.005, "val_loss_every": 3, "val_tokens": 304,
+    "device": "cpu", "compile": False,
+}  # fmt: skip
+
+
+def write_shard(path, tokens):
+    """Write tokens as a shard, straight from the format's description."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Settings of a tiny run on a text with structure: three shards and a validation shard."""
+    generator = np.random.default_rng(0)
+    steps = generator.integers(1, 4, size=4000)
+    stream = np.cumsum(steps) % 64
+    for i, part in enumerate(np.split(stream[:3000], [700, 1801])):
+        write_shard(tmp_path / f"train_{i}.bin", part)
+    write_shard(tmp_path / "val_0.bin", stream[3000:3400])
+    return {
+        **TINY,
+        "train_files": str(tmp_path / "train_*.bin"),
+        "val_files": str(tmp_path / "val_*.bin"),
+        "log_dir": str(tmp_path / "logs"),
+    }
+
+
+@pytest.fixture
+def books(tmp_path):
+    """Folder with the unpacked book shards; skips in a clone without them."""
+    import lzma
+
+    source = SHARED_DATA / "books"
+    if not source.is_dir():
+        pytest.skip("the book corpus is not beside this clone")
+    for name in ("train_000001.bin", "val_000000.bin"):
+        (tmp_path / name).write_bytes(lzma.open(source / f"{name}.xz").read())
+    return tmp_path
+
+
+def run_script(settings, processes=1, torchrun=None, env=None, timeout=240):
+    """Run train_gpt2.py in subprocesses; return the finished process (stdout, stderr as text)."""
+    command = [sys.executable]
+    if torchrun if torchrun is not None else processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command += [str(ROOT / "train_gpt2.py")]
+    command += [f"--{name}={value}" for name, value in settings.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
+    )
+
+
+def _rank_main(rank, function, world_size, folder, arguments):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    result = function(rank, world_size, *arguments)
+    dist.barrier()
+    torch.save(result, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_ranks(function, world_size, folder, *arguments):
+    """Run function(rank, world_size, *arguments) on gloo ranks; return their results in order.
+
+    world_size 1 runs in this process and without a process group, as training does.
+    """
+    if world_size == 1:
+        return [function(0, 1, *arguments)]
+    folder.mkdir(parents=True)
+    context = torch.multiprocessing.spawn(
+        _rank_main, (function, world_size, folder, arguments), nprocs=world_size, join=False
+    )
+    deadline = time.monotonic() + 120
+    while not context.join(timeout=max(0, deadline - time.monotonic())):  # True: all have ended
+        if time.monotonic() >= deadline:
+            for process in context.processes:
+                process.kill()
+            pytest.fail("the ranks did not finish within 120 s")
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
