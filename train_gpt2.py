@@ -15,6 +15,7 @@ Shapes: B sequences, T tokens in a sequence, C = n_embd, V = vocab_size, H = n_h
 import contextlib
 import dataclasses
 import difflib
+import functools
 import glob
 import hashlib
 import math
@@ -32,8 +33,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from tqdm import tqdm
+
+
+def require(condition, sentence):
+    """Raise ValueError(sentence) unless the condition holds."""
+    if not condition:
+        raise ValueError(sentence)
+
 
 # -----------------------------------------------------------------------------
 # Hyperparameters: edit here, or give any of them as --field=value
@@ -63,6 +69,7 @@ class Hyperparameters:
     weight_decay: float = 0.0  # AdamW
     muon_learning_rate: float = 0.00036  # Muon: every matrix of the blocks
     muon_momentum: float = 0.95
+    muon_coefficients: str = "quintic"  # or polar_express: of the Newton-Schulz iterations
     warmup_iters: int = 0  # steps of linear rise from 0
     warmdown_iters: int = 1450  # last steps, of linear fall to 0
     seed: int = 1337  # of the initial weights; nothing else is random
@@ -70,6 +77,7 @@ class Hyperparameters:
     val_loss_every: int = 125  # steps; 0: only after the last step
     val_tokens: int = 10485760  # the first so many of val_files, at every evaluation
     target_val_loss: float = 3.28  # the last line says whether it was reached
+    checksum_every: int = 500  # steps between comparisons of the ranks' weights; 0: at the end
     save_every: int = 0  # steps between checkpoints; 0: none
     log_dir: str = "logs"
     run_id: str = ""  # names log and checkpoints; empty: date, time and a few random digits
@@ -79,24 +87,23 @@ class Hyperparameters:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            legal = (int, float) if field.type is float else field.type
-            if not isinstance(value, legal) or (isinstance(value, bool) and field.type is not bool):
-                raise ValueError(f"{field.name}={value!r} must be of type {field.type.__name__}")
-            least = 1 if field.name in AT_LEAST_ONE else 0
-            if field.type in (int, float) and not least <= value < math.inf:
-                raise ValueError(f"{field.name}={value} must be a number of at least {least}")
-        for impossible, sentence in (
-            (self.vocab_size > 65536, f"vocab_size={self.vocab_size} must be at most 65536"),
-            (self.n_embd % (2 * self.n_head),
-             f"n_embd={self.n_embd} must be a multiple of 2 * n_head={2 * self.n_head}"),
-            (self.seed >= 2**63, f"seed={self.seed} must be below 2**63"),
-            (self.muon_momentum >= 1, f"muon_momentum={self.muon_momentum} must be below 1"),
-            (self.warmup_iters > self.num_iterations,
-             f"warmup_iters={self.warmup_iters} must be at most {self.num_iterations}, all steps"),
-            (self.device not in DEVICES, f"device={self.device!r} must be one of {DEVICES}")):
-            if impossible:
-                raise ValueError(sentence)
+            name, kind, value = field.name, field.type, getattr(self, field.name)
+            fits = isinstance(value, (int, float) if kind is float else kind)
+            require(fits and (kind is bool or not isinstance(value, bool)),
+                    f"{name}={value!r} must be of type {kind.__name__}")
+            least = 1 if name in AT_LEAST_ONE else 0
+            require(kind not in (int, float) or least <= value < math.inf,
+                    f"{name}={value} must be a number of at least {least}")
+        for name, legal in (("device", DEVICES), ("muon_coefficients", tuple(NS_COEFFICIENTS))):
+            value = getattr(self, name)
+            require(value in legal, f"{name}={value!r} must be one of {legal}")
+        require(self.vocab_size <= 65536, f"vocab_size={self.vocab_size} must be at most 65536")
+        require(self.n_embd % (2 * self.n_head) == 0,
+                f"n_embd={self.n_embd} must be a multiple of 2 * n_head={2 * self.n_head}")
+        require(self.seed < 2**63, f"seed={self.seed} must be below 2**63")
+        require(self.muon_momentum < 1, f"muon_momentum={self.muon_momentum} must be below 1")
+        require(self.warmup_iters <= self.num_iterations, f"warmup_iters={self.warmup_iters} must "
+                f"be at most {self.num_iterations}, all steps")
 
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -105,6 +112,14 @@ AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "devi
 
 # -----------------------------------------------------------------------------
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
+
+
+@functools.cache
+def matmul_dtype(device):
+    """Return bfloat16, or float32 for a CPU whose bf16 products would take 100 times as long."""
+    mkldnn = torch.backends.mkldnn.is_available()
+    slow = device.type == "cpu" and not (mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.float32 if slow else torch.bfloat16
 
 
 def norm(x):
@@ -232,8 +247,8 @@ class GPT(nn.Module):
         inputs, targets: (B, T) int64, T at most sequence_length; a target of -1 does not count.
         Logits: (B, T, V) float32. Raises ValueError for a longer T.
         """
-        if inputs.size(1) > self.sequence_length:
-            raise ValueError(f"T={inputs.size(1)} exceeds sequence_length={self.sequence_length}")
+        longest, T = self.sequence_length, inputs.size(1)
+        require(longest >= T, f"T={T} exceeds sequence_length={longest}")
         x = self.wte(inputs)  # (B, T, C)
         for block in self.h:
             x = block(x)
@@ -250,88 +265,184 @@ class GPT(nn.Module):
 # Optimizer: Muon, its Newton-Schulz work sharded over the ranks
 
 
-def zeropower_via_newtonschulz5(G, steps=5):
+NS_COEFFICIENTS = {  # (a, b, c) of X <- a X + b A X + c A^2 X, A = X X^T; the last is repeated
+    # slope at 0 as steep as a stable quintic allows: https://kellerjordan.github.io/posts/muon/
+    "quintic": ((3.4445, -4.7750, 2.0315),),
+    # each the best for what the one before left, of X / 1.02: https://arxiv.org/abs/2505.16932
+    "polar_express": (
+        (8.156555 / 1.02, -22.483293 / 1.02**3, 15.878770 / 1.02**5),
+        (4.042930, -2.808917, 0.500018), (3.891668, -2.772484, 0.506065),
+        (3.285754, -2.368129, 0.464490), (2.346541, -1.709783, 0.423236))}
+
+
+def zeropower_via_newtonschulz5(G, steps=5, coefficients="quintic"):
     """Orthogonalize G: about U V^T for G = U S V^T.
 
-    G: (M, N) or a batch (K, M, N), any float dtype, unmodified. Returns bf16 of the same shape;
-    singular values near 1, not exact. Raises ValueError for other shapes.
-    Source: https://kellerjordan.github.io/posts/muon/
+    G: (M, N) or a batch (K, M, N), any float dtype, unmodified; coefficients: a name in
+    NS_COEFFICIENTS. Returns bf16 of the same shape; singular values near 1, not exact. Raises
+    ValueError for other shapes. Source: https://kellerjordan.github.io/posts/muon/
     """
-    if G.ndim not in (2, 3):
-        raise ValueError(f"G of shape {tuple(G.shape)} must be a matrix or a batch of matrices")
-    a, b, c = 3.4445, -4.7750, 2.0315  # slope at 0 as steep as a stable quintic allows
+    require(G.ndim in (2, 3), f"G of shape {tuple(G.shape)} must be a matrix or a batch of them")
     # the norm in float64: squares of 1e30 and of 1e-30 leave float32's range
     scale = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=torch.float64) + 1e-7
-    X = (G.float() / scale.float()).bfloat16()
+    X = (G.float() / scale.float()).to(matmul_dtype(G.device))
     tall = G.size(-2) > G.size(-1)
-    if tall:
-        X = X.mT  # the Gram matrix A is then the smaller of the two
+    X = X.mT if tall else X  # (m, n) with m <= n: A is then the smaller Gram matrix
+    wide = X.size(-1) >= 2 * X.size(-2)
+    eye = torch.eye(X.size(-2), dtype=X.dtype, device=X.device)
     multiply_add = torch.addmm if G.ndim == 2 else torch.baddbmm
-    for _ in range(steps):
-        A = X @ X.mT
-        B = multiply_add(A, A, A, beta=b, alpha=c)  # b A + c A^2
-        X = multiply_add(X, B, X, beta=a)  # a X + B X
-    return X.mT if tall else X
+    schedule, A = NS_COEFFICIENTS[coefficients], None
+    for i in range(steps):
+        a, b, c = schedule[min(i, len(schedule) - 1)]
+        if A is None:
+            A, Q = X @ X.mT, None
+        B = multiply_add(A, A, A, beta=b, alpha=c)  # the iteration is X <- (a I + B) X
+        Q = a * eye + B if Q is None else multiply_add(Q, B, Q, beta=a)
+        # iterations on A alone spare products with a wide X, but rounding errors in A grow by
+        # a^2 each: A is made anew from X after the second iteration, then after every third
+        if wide and i % 3 != 1 and i < steps - 1:
+            A = multiply_add(A, B, A, beta=a)
+            A = multiply_add(A, A, B, beta=a)  # (a I + B) A (a I + B)
+        else:
+            X, A = Q @ X, None
+    return (X.mT if tall else X).bfloat16()
+
+
+def assign_by_cost(shapes, load):
+    """Return the rank that owns each matrix: the dearest first, each to the rank with least load.
+
+    shapes: (M, N) of each; load: the cost every rank already has, updated. The cost of M <= N is
+    that of a plain iteration, M^3 + 2 M^2 N. Source: https://doi.org/10.1137/0117039
+    """
+    costs = [min(shape) ** 2 * (min(shape) + 2 * max(shape)) for shape in shapes]
+    owners = [0] * len(shapes)
+    for i in sorted(range(len(shapes)), key=lambda i: -costs[i]):
+        owners[i] = load.index(min(load))
+        load[owners[i]] += costs[i]
+    return owners
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized by Newton-Schulz: for the matrices inside a network.
 
-    Every rank must hold the same gradients. Each parameter belongs to one rank, which alone keeps
-    its momentum and computes its update; one all_reduce gives all updates to everybody, so that
-    the parameters are bit-identical on every rank and for every world_size.
+    Each parameter belongs to one rank, which alone keeps its momentum and computes its update, from
+    its own gradient of it. Updates travel in buckets, one all_reduce each, while later ones are
+    computed. Parameters are bit-identical on all ranks, and for every world_size.
 
-    params: of at least 2 dimensions, (M, ...) taken as (M, N), else ValueError. One whose gradient
-    is None is left as it is.
+    params: of at least 2 dimensions, (M, ...) taken as (M, N), else ValueError; groups may name
+    them: "param_names". One whose gradient is None, on all ranks, is left as it is.
     Source: https://kellerjordan.github.io/posts/muon/
     """
 
-    def __init__(self, params, lr, momentum=0.95, nesterov=True, ns_steps=5, rank=0, world_size=1):
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} must be in 0..{world_size - 1} (world_size - 1)")
+    NUM_BUCKETS = 4  # of each group's flat buffer
+    # Small matrices are orthogonalized 4 at a time, zeros filling up: products of one shape give
+    # the same bits however many matrices a rank owns. Large ones gain nothing on a CPU.
+    BATCH, BATCH_NUMEL = 4, 2**18
+
+    def __init__(self, params, lr, momentum=0.95, nesterov=True, ns_steps=5, rank=0, world_size=1,
+                 coefficients="quintic"):
+        require(0 <= rank < world_size, f"rank={rank} must be in 0..{world_size - 1}")
         self.rank, self.world_size = rank, world_size
-        self.updates = []  # one flat buffer a group, made once
-        defaults = dict(lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
-        super().__init__(params, defaults)
+        self.load, self.owner = [0] * world_size, {}  # cost of each rank; parameter: its rank
+        self.buckets = []  # of each group, a list of (updates, slots, batches)
+        super().__init__(params, dict(lr=lr, momentum=momentum, nesterov=nesterov,
+                                      ns_steps=ns_steps, coefficients=coefficients))
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         for p in params:
-            if p.ndim < 2:
-                raise ValueError(f"Muon takes matrices, not a parameter of shape {tuple(p.shape)}")
-        size = sum(p.numel() for p in params)
-        self.updates.append(torch.zeros(size, dtype=torch.bfloat16, device=params[0].device))
+            require(p.ndim > 1, f"Muon takes matrices, not a parameter of shape {tuple(p.shape)}")
+        owners = assign_by_cost([p.flatten(1).shape for p in params], self.load)
+        self.owner |= dict(zip(params, owners))
+        batches = [self.batches_of([p for p in params if self.owner[p] == rank])
+                   for rank in range(self.world_size)]
+        flat = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16,
+                           device=params[0].device)
+        self.buckets.append([])
+        for k in range(self.NUM_BUCKETS):  # the k-th part of each rank's batches: filled together
+            parts = [own[len(own) * k // self.NUM_BUCKETS : len(own) * (k + 1) // self.NUM_BUCKETS]
+                     for own in batches]
+            members = [p for part in parts for batch in part for p in batch]
+            sizes = [p.numel() for p in members]
+            updates, flat = flat[: sum(sizes)], flat[sum(sizes) :]
+            slots = dict(zip(members, updates.split(sizes)))  # views
+            self.buckets[-1].append((updates, slots, parts[self.rank]))
+
+    def batches_of(self, params):
+        """Return params in lists of one shape, the largest first: of BATCH if small, else of 1."""
+        alike = defaultdict(list)
+        for p in sorted(params, key=lambda p: -p.numel()):
+            alike[p.flatten(1).shape].append(p)
+        return [same[i : i + size] for shape, same in alike.items()
+                for size in [self.BATCH if shape.numel() <= self.BATCH_NUMEL else 1]
+                for i in range(0, len(same), size)]
 
     @torch.no_grad()
     def step(self):
         """Update all parameters in place; afterwards every rank holds the same values.
 
-        Each rank orthogonalizes the parameters it owns into its slots of one flat bf16 buffer and
-        leaves the others zero, so one SUM delivers every update exactly: each partial sum is x + 0.
+        Each rank computes the updates it owns and leaves the others zero, so that a SUM delivers
+        every update exactly: each partial sum is x + 0. Raises FloatingPointError, on all ranks
+        and before any change, if a gradient is not finite.
         """
-        for group, updates in zip(self.param_groups, self.updates):
-            params = group["params"]
-            updates.zero_()
-            slots = updates.split([p.numel() for p in params])  # a skipped one shifts no other
-            for i, (p, slot) in enumerate(zip(params, slots)):
-                if i % self.world_size == self.rank and p.grad is not None:
-                    slot.copy_(self.orthogonal_update(p, group).flatten())
-            if self.world_size > 1:
-                dist.all_reduce(updates, op=dist.ReduceOp.SUM)
-            for p, slot in zip(params, slots):
-                if p.grad is not None:
-                    p.add_(slot.view_as(p), alpha=-group["lr"])
+        self.check_gradients()
+        for group, buckets in zip(self.param_groups, self.buckets):
+            works = []
+            for updates, slots, batches in buckets:
+                updates.zero_()
+                for batch in batches:
+                    self.orthogonalize([p for p in batch if p.grad is not None], slots, group)
+                if self.world_size > 1:
+                    works.append(dist.all_reduce(updates, async_op=True))
+            for i, (_, slots, _) in enumerate(buckets):
+                if works:
+                    works[i].wait()
+                for p, slot in slots.items():
+                    if p.grad is not None:
+                        p.add_(slot.view_as(p), alpha=-group["lr"])
 
-    def orthogonal_update(self, p, group):
-        """Advance the momentum of p and return its update, (M, N) bf16, of RMS near 1."""
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(p.grad)
-        u = p.grad.add(momentum, alpha=group["momentum"]) if group["nesterov"] else momentum
-        u = zeropower_via_newtonschulz5(u.flatten(1), steps=group["ns_steps"])
-        return u * max(u.shape) ** 0.5
+    def orthogonalize(self, batch, slots, group):
+        """Advance the momenta of a batch and fill its slots with updates of RMS near 1."""
+        if not batch:
+            return
+        shape = batch[0].flatten(1).shape
+        size = self.BATCH if shape.numel() <= self.BATCH_NUMEL else 1
+        directions = torch.zeros(size, *shape, device=batch[0].device)
+        for p, u in zip(batch, directions):
+            if p not in self.state:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momentum = self.state[p]["momentum_buffer"].mul_(group["momentum"]).add_(p.grad)
+            u.copy_(momentum.flatten(1))
+            if group["nesterov"]:
+                u.mul_(group["momentum"]).add_(p.grad.flatten(1))
+        u = zeropower_via_newtonschulz5(directions if size > 1 else directions[0],
+                                        steps=group["ns_steps"], coefficients=group["coefficients"])
+        for p, update in zip(batch, u.view(directions.shape)):
+            torch.mul(update, max(shape) ** 0.5, out=slots[p].view(shape))
+
+    def check_gradients(self):
+        """Raise FloatingPointError, on all ranks, for the first gradient that is not finite."""
+        named = [pair for group in self.param_groups for pair in zip(
+            group.get("param_names", range(len(group["params"]))), group["params"])]
+        # the largest magnitude: NaN and inf survive in it, and 1e30 does not overflow
+        finite = torch.stack([p.new_zeros(()) if p.grad is None else torch.linalg.vector_norm(
+            p.grad, math.inf, dtype=torch.float32) for _, p in named]).isfinite()
+        ranks = torch.where(finite, 0, self.world_size - self.rank)  # so MAX finds the lowest
+        if self.world_size > 1:
+            dist.all_reduce(ranks, op=dist.ReduceOp.MAX)
+        for (name, p), found in zip(named, ranks.tolist()):
+            if found:
+                raise FloatingPointError(
+                    f"the gradient of parameter {name}, {tuple(p.shape)}, is not finite on rank "
+                    f"{self.world_size - found}: lower the learning rates")
+
+    def load_state_dict(self, state_dict):
+        """Load this rank's state_dict, or a gathered one, keeping only this rank's momentum."""
+        super().load_state_dict(state_dict)
+        for p in self.owner:
+            if self.owner[p] != self.rank:
+                self.state.pop(p, None)
 
     def gathered_state_dict(self):
         """Return state_dict() with the momentum of all ranks; every rank must call it."""
@@ -339,7 +450,7 @@ class Muon(torch.optim.Optimizer):
         for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
             momentum = self.state.get(p, {}).get("momentum_buffer", torch.zeros_like(p)).clone()
             if self.world_size > 1:
-                dist.all_reduce(momentum, op=dist.ReduceOp.SUM)  # zeros but on the owner
+                dist.broadcast(momentum, src=self.owner[p])
             gathered["state"][i] = {"momentum_buffer": momentum}
         return gathered
 
@@ -357,24 +468,23 @@ def shard_size(path):
         header = np.fromfile(path, dtype=np.int32, count=SHARD_HEADER)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
-    if len(header) < SHARD_HEADER or tuple(header[:2]) != (SHARD_MAGIC, SHARD_VERSION):
-        raise ValueError(
-            f"{path} is not a shard of tokens (magic {SHARD_MAGIC}, version {SHARD_VERSION}): "
-            f"make shards with data/fineweb.py or data/pack.py")
+    require(
+        len(header) == SHARD_HEADER and tuple(header[:2]) == (SHARD_MAGIC, SHARD_VERSION),
+        f"{path} is not a shard of tokens (magic {SHARD_MAGIC}, version {SHARD_VERSION}): make "
+        f"shards with data/fineweb.py or data/pack.py")
     found, tokens = os.path.getsize(path), int(header[2])
     expected = 4 * SHARD_HEADER + 2 * tokens
-    if tokens < 1 or found != expected:
-        raise ValueError(
-            f"{path} is damaged: its header promises {tokens:,} tokens, {expected:,} bytes, "
-            f"the file has {found:,} bytes; delete it and fetch or pack it again")
+    require(
+        tokens > 0 and found == expected,
+        f"{path} is damaged: its header promises {tokens:,} tokens, {expected:,} bytes, the file "
+        f"has {found:,} bytes; delete it and fetch or pack it again")
     return tokens
 
 
 def read_shard(path, start, count):
     """Return tokens start .. start + count of a shard, (count,) uint16."""
     tokens = np.fromfile(path, np.uint16, count, offset=4 * SHARD_HEADER + 2 * start)
-    if len(tokens) != count:
-        raise ValueError(f"{path} became shorter while it was in use: {len(tokens)} of {count}")
+    require(len(tokens) == count, f"{path} became shorter in use: {len(tokens)} of {count} tokens")
     return tokens
 
 
@@ -392,10 +502,10 @@ class DistributedDataLoader:
     def __init__(
         self, pattern, batch_size, sequence_length, rank, world_size, device,
         allow_repeat=False, vocab_size=65536):
-        if batch_size % world_size:
-            raise ValueError(
-                f"batch_size={batch_size} cannot be shared by {world_size} processes: give a "
-                f"multiple of {world_size}, or a number of processes out of {divisors(batch_size)}")
+        require(
+            batch_size % world_size == 0,
+            f"batch_size={batch_size} cannot be shared by {world_size} processes: give a "
+            f"multiple of {world_size}, or a number of processes out of {divisors(batch_size)}")
         self.paths = sorted(glob.glob(pattern))
         if not self.paths:
             raise FileNotFoundError(
@@ -412,10 +522,10 @@ class DistributedDataLoader:
 
     def read(self, start, count):
         """Return tokens start .. start + count of the stream, (count,) uint16."""
-        if start + count > self.total_tokens and not self.allow_repeat:
-            raise ValueError(
-                f"{self.pattern!r} holds {self.total_tokens:,} tokens, but token "
-                f"{start + count:,} is wanted: add shards or pass --allow_repeat=True")
+        require(
+            start + count <= self.total_tokens or self.allow_repeat,
+            f"{self.pattern!r} holds {self.total_tokens:,} tokens, but token {start + count:,} "
+            f"is wanted: add shards or pass --allow_repeat=True")
         parts = []
         while count:
             start %= self.total_tokens
@@ -424,10 +534,9 @@ class DistributedDataLoader:
             parts.append(read_shard(self.paths[i], start - self.ends[i] + self.sizes[i], part))
             start, count = start + part, count - part
         tokens = np.concatenate(parts)
-        if tokens.max() >= self.vocab_size:
-            raise ValueError(
-                f"{self.pattern!r} holds the token id {tokens.max()}, but vocab_size="
-                f"{self.vocab_size}: take the vocabulary size the shards were made with")
+        require(
+            tokens.max() < self.vocab_size, f"{self.pattern!r} holds the token id {tokens.max()}, "
+            f"but vocab_size={self.vocab_size}: take the one the shards were made with")
         return tokens
 
     def next_batch(self):
@@ -469,12 +578,14 @@ def build_optimizers(gpt, args, rank, world_size):
     """Return [AdamW, Muon]; every parameter is in exactly one. Raises ValueError otherwise."""
     adamw = torch.optim.AdamW(gpt.lm_head.parameters(), lr=args.learning_rate, betas=(0.9, 0.95),
                               weight_decay=args.weight_decay, fused=True)
-    muon = Muon(gpt.h.parameters(), lr=args.muon_learning_rate, momentum=args.muon_momentum,
-                rank=rank, world_size=world_size)
+    names, matrices = zip(*gpt.h.named_parameters(prefix="h"))
+    muon = Muon([dict(params=matrices, param_names=names)], lr=args.muon_learning_rate,
+                momentum=args.muon_momentum, rank=rank, world_size=world_size,
+                coefficients=args.muon_coefficients)
     groups = adamw.param_groups + muon.param_groups
     optimized = sorted(id(p) for group in groups for p in group["params"])
-    if optimized != sorted(id(p) for p in gpt.parameters()):
-        raise ValueError("every parameter of the model must be in exactly one optimizer")
+    require(optimized == sorted(id(p) for p in gpt.parameters()),
+            "every parameter of the model must be in exactly one optimizer")
     for group in groups:
         group["initial_lr"] = group["lr"]  # train_step scales it
     return [adamw, muon]
@@ -489,31 +600,46 @@ def sum_over_ranks(tensor):
 
 def bf16_autocast(device):
     """Return the context of every forward pass: products in bf16, weights and sums in float32."""
-    return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
+    device = torch.device(device)
+    fast = matmul_dtype(device) == torch.bfloat16
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
+
+
+def sync_gradients(optimizers):
+    """Sum gradients over the ranks: Muon's for their owner alone, which needs them, others for all.
+
+    On other ranks a gradient of Muon's holds no meaning afterwards.
+    """
+    works = []
+    for optimizer in optimizers if dist.is_initialized() else ():
+        owner = getattr(optimizer, "owner", {})
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            works.append(dist.reduce(p.grad, dst=owner[p], async_op=True) if p in owner
+                         else dist.all_reduce(p.grad, async_op=True))
+    for work in works:
+        work.wait()
 
 
 def train_step(model, optimizers, inputs, targets, lr_scale, args):
     """Do one optimizer step; return the loss, the mean over the global batch (float32 scalar).
 
     inputs, targets: (B, T) int64, this rank's part of the batch, taken device_batch_size sequences
-    at a time. Gradients are summed locally and synchronized once, in the last backward.
+    at a time. Gradients are summed locally, and over the ranks once.
     """
-    device, size = inputs.device, args.device_batch_size
-    micro_batches = list(zip(inputs.split(size), targets.split(size)))
-    train_loss = torch.zeros((), device=device)
-    for i, (x, y) in enumerate(micro_batches, start=1):
-        accumulate = isinstance(model, DDP) and i < len(micro_batches)
-        with model.no_sync() if accumulate else contextlib.nullcontext():
-            with bf16_autocast(device):
-                loss = model(x, y) * (len(x) / len(inputs))
-            loss.backward()
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    train_loss = torch.zeros((), device=inputs.device)
+    for x, y in zip(inputs.split(args.device_batch_size), targets.split(args.device_batch_size)):
+        with bf16_autocast(inputs.device):
+            loss = model(x, y) * (len(x) / (len(inputs) * world_size))
+        loss.backward()
         train_loss += loss.detach()
+    sync_gradients(optimizers)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_scale
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return sum_over_ranks(train_loss) / (dist.get_world_size() if dist.is_initialized() else 1)
+    return sum_over_ranks(train_loss)
 
 
 @torch.no_grad()
@@ -552,14 +678,13 @@ def planned_tokens(args):
 
 def place_in_world(args):
     """Return torchrun's (rank, world_size, device). ValueError for more processes than GPUs."""
-    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
-        raise ValueError("only one of RANK and WORLD_SIZE is set: start with torchrun or unset it")
+    require(("RANK" in os.environ) == ("WORLD_SIZE" in os.environ),
+            "only one of RANK and WORLD_SIZE is set: start with torchrun or unset it")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available()):
         return rank, world_size, torch.device("cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if processes > gpus:
-        raise ValueError(
+    require(processes <= gpus,
             f"{processes} processes on this machine but {gpus} GPUs visible: give torchrun "
             f"--nproc_per_node={gpus or 'N for N GPUs'}, or pass --device=cpu")
     return rank, world_size, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -573,57 +698,53 @@ def open_data(args, rank, world_size, device):
         args.train_files, args.batch_size, T, allow_repeat=args.allow_repeat, **place)
     local = args.batch_size // world_size  # sequences a step and process
     micro = min(args.device_batch_size, local)
-    if local % micro:
-        raise ValueError(
-            f"device_batch_size={micro} does not divide the {local} sequences of each process "
-            f"(batch_size={args.batch_size} / {world_size} processes): give one of "
-            f"{divisors(local)}; the result stays the same")
-    if args.val_tokens % T:
-        raise ValueError(
-            f"val_tokens={args.val_tokens} is not a whole number of sequences: give a multiple of "
-            f"sequence_length={T}, such as {max(1, args.val_tokens // T) * T}")
+    require(
+        local % micro == 0,
+        f"device_batch_size={micro} does not divide the {local} sequences of each process "
+        f"(batch_size={args.batch_size} / {world_size} processes): give one of {divisors(local)}; "
+        f"the result stays the same")
+    require(
+        args.val_tokens % T == 0,
+        f"val_tokens={args.val_tokens} is not a whole number of sequences: give a multiple of "
+        f"sequence_length={T}, such as {max(1, args.val_tokens // T) * T}")
     needed, held = planned_tokens(args) + 1, train_loader.total_tokens
-    if held < needed and not args.allow_repeat:
-        raise ValueError(
-            f"{args.num_iterations} steps need {needed:,} training tokens, but "
-            f"{args.train_files!r} holds {held:,}: add shards (FineWeb's: `python data/fineweb.py "
-            f"{math.ceil(needed / 1e8)}`), pass --allow_repeat=True, or --num_iterations of at "
-            f"most {(held - 1) // (args.batch_size * T)}")
+    require(
+        held >= needed or args.allow_repeat,
+        f"{args.num_iterations} steps need {needed:,} training tokens, but {args.train_files!r} "
+        f"holds {held:,}: add shards (FineWeb's: `python data/fineweb.py "
+        f"{math.ceil(needed / 1e8)}`), pass --allow_repeat=True, or --num_iterations of at most "
+        f"{(held - 1) // (args.batch_size * T)}")
     # validation repeats only to fill its last batch, with sequences that do not count
     val_loader = DistributedDataLoader(
         args.val_files, micro * world_size, T, allow_repeat=True, **place)
     held = val_loader.total_tokens
-    if held < args.val_tokens + 1:
-        raise ValueError(
-            f"val_tokens={args.val_tokens} needs {args.val_tokens + 1:,} tokens, but "
-            f"{args.val_files!r} holds {held:,}: add shards, or pass --val_tokens of at most "
-            f"{(held - 1) // T * T}")
-    if both := set(train_loader.paths) & set(val_loader.paths):
-        raise ValueError(f"{min(both)} is in train_files and in val_files: keep them apart")
+    require(
+        held > args.val_tokens,
+        f"val_tokens={args.val_tokens} needs {args.val_tokens + 1:,} tokens, but "
+        f"{args.val_files!r} holds {held:,}: add shards, or pass --val_tokens of at most "
+        f"{(held - 1) // T * T}")
+    both = set(train_loader.paths) & set(val_loader.paths)
+    require(not both, f"{both} is in train_files and in val_files: keep them apart")
     return train_loader, val_loader
 
 
 class Log:
-    """`log(line)`: rank 0 shows the line and writes it to log_dir/run_id.txt, a new file."""
+    """`log(line)`: rank 0 prints the line and writes it to log_dir/run_id.txt, a new file."""
 
     def __init__(self, args, rank):
         run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-        self.path = Path(args.log_dir) / f"{run_id}.txt"
-        self.file = None
+        self.path, self.file = Path(args.log_dir) / f"{run_id}.txt", None
         if rank == 0:
+            require(not self.path.exists(),
+                    f"{self.path} exists: move it away or pass another --run_id")
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                raise ValueError(f"{self.path} exists: move it away or pass another --run_id")
             self.file = open(self.path, "x", buffering=1)
-        off = rank > 0 or not sys.stderr.isatty()
-        self.bar = tqdm(total=args.num_iterations, unit="step", disable=off)
 
     def __call__(self, line, show=True):
         if self.file:
             print(line, file=self.file)
             if show:
-                tqdm.write(line)  # above the progress bar, where there is one
-                sys.stdout.flush()
+                print(line, flush=True)
 
 
 class Stopwatch:
@@ -634,9 +755,9 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def __call__(self, phase):
-        start = self.now()
+        self.seconds[phase] -= self.now()
         yield
-        self.seconds[phase] += self.now() - start
+        self.seconds[phase] += self.now()
 
     def now(self):
         if self.device.type == "cuda":
@@ -657,7 +778,7 @@ def device_name(device):
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     names = cpuinfo.read_text().split("model name\t: ")[1:] if cpuinfo.exists() else []
-    return names[0].splitlines()[0] if names else platform.processor() or platform.machine()
+    return names[0].splitlines()[0] if names else platform.machine()
 
 
 def log_header(log, args, gpt, optimizers, train_loader, val_loader):
@@ -666,43 +787,51 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
     log(Path(__file__).read_text(), show=False)
     for name, value in dataclasses.asdict(args).items():
         log(f"hyperparameter {name}={value!r}", show=False)
-    log(f"log:{log.path} command:{' '.join(sys.argv)}")
     git = ("git", "-C", str(Path(__file__).resolve().parent))
     changes = output_of(*git, "diff", "--shortstat", "HEAD") or None
+    log(f"log:{log.path} command:{' '.join(sys.argv)}")
     log(f"commit:{output_of(*git, 'rev-parse', 'HEAD')} uncommitted:{changes}")
-    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
-    driver = output_of(*query) if device.type == "cuda" else None
     log(f"python:{platform.python_version()} torch:{torch.__version__} numpy:{np.__version__} "
-        f"cuda:{torch.version.cuda} driver:{driver} system:{platform.platform()}")
-    log(f"device:{device_name(device)} processes:{world_size} threads:{torch.get_num_threads()}")
+        f"cuda:{torch.version.cuda} system:{platform.platform()}")
+    log(f"device:{device_name(device)} processes:{world_size} threads:{torch.get_num_threads()} "
+        f"products:{matmul_dtype(device)}")
     together = val_loader.batch_size  # sequences that all processes take at a time
     log(f"batch: {args.batch_size} x {args.sequence_length} tokens = {args.batch_size // together} "
         f"micro-batches x {world_size} processes x {together // world_size} sequences")
     planned, held = planned_tokens(args), train_loader.total_tokens
     log(f"train data: {len(train_loader.paths)} shards, {held:,} tokens; {args.num_iterations} "
         f"steps read {planned:,} ({planned / held:.3f} epochs)")
-    counted = val_loader.read(0, args.val_tokens + 1).tobytes()
+    counted = hashlib.sha256(val_loader.read(0, args.val_tokens + 1)).hexdigest()
     log(f"val data: {len(val_loader.paths)} shards, {val_loader.total_tokens:,} tokens; the first "
-        f"{args.val_tokens:,} count, val_hash:{hashlib.sha256(counted).hexdigest()[:16]}")
-    log_optimizers(log, gpt, optimizers)
+        f"{args.val_tokens:,} count, val_hash:{counted[:16]}")
+    log_optimizers(log, gpt, optimizers, world_size)
     if args.warmdown_iters > args.num_iterations:
         log(f"warning: warmdown_iters={args.warmdown_iters} exceeds num_iterations="
             f"{args.num_iterations}: learning rates start at {lr_multiplier(0, args):.3f} of that")
 
 
-def log_optimizers(log, gpt, optimizers):
-    """Log a table: count, name group, shape, optimizer, learning rate."""
-    owner, rows = {}, defaultdict(int)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            row = f"{type(optimizer).__name__:6s} lr:{group['initial_lr']:g}"
-            owner |= dict.fromkeys(group["params"], row)
+def log_optimizers(log, gpt, optimizers, world_size):
+    """Log a table of count, name, shape, optimizer, learning rate; then Muon's share and bytes."""
+    _, muon = optimizers
+    rows, owned, sizes = defaultdict(int), [0] * world_size, [0, 0]
+    rates = {p: f"{type(optimizer).__name__:6s} lr:{group['initial_lr']:g}"
+             for optimizer in optimizers for group in optimizer.param_groups
+             for p in group["params"]}
     for name, p in gpt.named_parameters():
         name = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        rows[f"{name:24s} {tuple(p.shape)!s:16s} {owner[p]}"] += 1
-    log(f"parameters: {sum(p.numel() for p in gpt.parameters()):,}")
+        rows[f"{name:24s} {tuple(p.shape)!s:16s} {rates[p]}"] += 1
+        sizes[p in muon.owner] += p.numel()
+        if p in muon.owner:
+            owned[muon.owner[p]] += p.numel()
+    log(f"parameters: {sum(sizes):,}")
     for row, count in rows.items():
         log(f"  {count:3d} x {row}")
+    log(f"muon: slowest/mean cost of the ranks:{max(muon.load) * world_size / sum(muon.load):.3f} "
+        f"momentum MiB of each rank:{[round(n / 2**18, 1) for n in owned]}")
+    if world_size > 1:  # a ring sends (W-1)/W of a buffer to reduce it, as much again to spread it
+        ring = (world_size - 1) / world_size / 2**20
+        log(f"sent MiB a step and rank: gradients:{ring * 4 * (2 * sizes[0] + sizes[1]):.1f} "
+            f"updates:{ring * 4 * sizes[1]:.1f} (bf16; the least for an all_reduce)")
 
 
 def compile_counts():
@@ -711,18 +840,24 @@ def compile_counts():
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-def prepare_model(gpt, args, world_size, device):
-    """Return gpt, compiled if args say so and wrapped for gradient synchronization if needed."""
-    if args.compile:
-        torch._dynamo.config.optimize_ddp = False  # one graph, not one a bucket of gradients
-        gpt.compile(dynamic=False, fullgraph=True)
-    if world_size == 1:
-        return gpt
-    ids = [device.index] if device.type == "cuda" else None
-    return DDP(gpt, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+def check_ranks_agree(gpt, step):
+    """Raise RuntimeError unless all ranks hold the same bits in every parameter; all ranks call."""
+    if not dist.is_initialized():
+        return
+    names, params = zip(*gpt.named_parameters())
+    bits = torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in params])
+    of_ranks = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, bits)
+    table = torch.stack(of_ranks, dim=1).cpu()  # (parameters, ranks)
+    for name, row in zip(names, table):
+        differ = (row != row.mode().values).nonzero().flatten().tolist()
+        if differ:
+            raise RuntimeError(
+                f"at step {step} the ranks {differ} hold other values of {name} than the other "
+                f"ranks: a device erred, or only some ranks ran a line; nothing since counts")
 
 
-def warm_up(model, optimizers, args, world_size, device):
+def warm_up(gpt, optimizers, args, world_size, device):
     """Run one training and one validation step on random tokens, so that all is compiled.
 
     Leaves no trace: learning rates are 0, the tokens have their own generator, and the optimizers'
@@ -734,9 +869,9 @@ def warm_up(model, optimizers, args, world_size, device):
     tokens = torch.randint(args.vocab_size, (count,), generator=generator).to(device)
     inputs, targets = tokens[:-1].view(rows, -1), tokens[1:].view(rows, -1)
     try:
-        train_step(model, optimizers, inputs, targets, 0.0, args)
+        train_step(gpt, optimizers, inputs, targets, 0.0, args)
         with torch.no_grad(), bf16_autocast(device):
-            model(inputs[: args.device_batch_size], targets[: args.device_batch_size])
+            gpt(inputs[: args.device_batch_size], targets[: args.device_batch_size])
     except torch._dynamo.exc.TorchDynamoException as error:
         raise RuntimeError(
             "torch.compile failed: install what the error above asks for (g++, Python.h), or pass "
@@ -797,9 +932,10 @@ def train(args, log, train_loader, val_loader):
         optimizers = build_optimizers(gpt, args, rank, world_size)
         if rank == 0:
             log_header(log, args, gpt, optimizers, train_loader, val_loader)
-        model = prepare_model(gpt, args, world_size, device)
+        if args.compile:
+            gpt.compile(dynamic=False, fullgraph=True)
     with stopwatch("compile"):
-        warm_up(model, optimizers, args, world_size, device)
+        warm_up(gpt, optimizers, args, world_size, device)
     graphs_before, _ = compile_counts()
 
     def progress(step, name, loss):
@@ -811,7 +947,7 @@ def train(args, log, train_loader, val_loader):
 
     def validate(step):
         with stopwatch("validation"):
-            loss = evaluate(model, val_loader, args.val_tokens)
+            loss = evaluate(gpt, val_loader, args.val_tokens)
         log(f"{progress(step, 'val_loss', loss)} data_hash:{train_loader.data_hash()}")
         return loss
 
@@ -821,12 +957,14 @@ def train(args, log, train_loader, val_loader):
         with stopwatch("train"):
             inputs, targets = train_loader.next_batch()
             lr_scale = lr_multiplier(step, args)
-            loss = train_step(model, optimizers, inputs, targets, lr_scale, args).item()
+            loss = train_step(gpt, optimizers, inputs, targets, lr_scale, args).item()
         step += 1  # steps done
-        log(progress(step, "train_loss", loss), show=log.bar.disable)
-        log.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        log.bar.update()
-        if args.save_every and (step % args.save_every == 0 or step == args.num_iterations):
+        log(progress(step, "train_loss", loss))
+        last = step == args.num_iterations
+        if last or (args.checksum_every and step % args.checksum_every == 0):
+            with stopwatch("checksum"):
+                check_ranks_agree(gpt, step)
+        if args.save_every and (last or step % args.save_every == 0):
             with stopwatch("checkpoint"):
                 path = log.path.with_suffix("") / f"state_step{step:06d}.pt"
                 save_checkpoint(path, step, gpt, optimizers, train_loader, args)
@@ -848,6 +986,7 @@ def main(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
+        from torch import _dynamo  # noqa: F401  imported later, it would hold the group past its end
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     log = Log(args, rank)
     try:
@@ -855,8 +994,6 @@ def main(args):
     except Exception as error:
         log(f"failed: {error}", show=False)
         raise
-    finally:
-        log.bar.close()
     if world_size > 1:
         dist.destroy_process_group()
     return val_loss

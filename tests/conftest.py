@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # before any process group, see main
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, TINY, run_ranks, run_script
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
 from train_gpt2 import (
@@ -181,22 +180,38 @@ def test_accumulation_equals_the_large_batch(tiny):
 
 
 def synchronizations(rank, world_size, settings):
-    """Bytes of each gradient all_reduce in one step of several micro-batches, and the gradients."""
+    """Loss of one step of several micro-batches, sizes of the tensors synced, owned gradients."""
     args = Hyperparameters(**settings)
     torch.manual_seed(args.seed)
     gpt = GPT(args)
-    model = DDP(gpt, broadcast_buffers=False, gradient_as_bucket_view=True)
-    calls = []
+    optimizers = build_optimizers(gpt, args, rank, world_size)
+    sizes, gradients = [], {}
+    reduce, all_reduce = dist.reduce, dist.all_reduce
 
-    def hook(state, bucket):
-        calls.append(bucket.buffer().numel())
-        flat = bucket.buffer().div_(world_size)
-        return dist.all_reduce(flat, async_op=True).get_future().then(lambda f: f.value()[0])
+    def counted(collective):
+        def call(tensor, *arguments, **options):
+            sizes.append(tensor.numel())
+            return collective(tensor, *arguments, **options)
 
-    model.register_comm_hook(None, hook)
-    loader = DistributedDataLoader(args.train_files, 12, 16, rank, world_size, "cpu")
-    loss = train_step(model, [], *loader.next_batch(), 1.0, args)
-    return loss, calls, [p.grad for p in gpt.parameters()]
+        return call
+
+    def keep(optimizer):
+        for name, p in gpt.named_parameters():
+            if optimizers[1].owner.get(p, rank) == rank:
+                gradients[name] = p.grad.clone()
+
+    dist.reduce, dist.all_reduce = counted(reduce), counted(all_reduce)
+    try:
+        train_gpt2.sync_gradients, original = (
+            lambda optimizers: (original(optimizers), keep(optimizers)), train_gpt2.sync_gradients
+        )  # fmt: skip
+        loader = DistributedDataLoader(args.train_files, 12, 16, rank, world_size, "cpu")
+        muon_step, optimizers[1].step = optimizers[1].step, lambda: None
+        loss = train_step(gpt, optimizers, *loader.next_batch(), 1.0, args)
+    finally:
+        train_gpt2.sync_gradients, optimizers[1].step = original, muon_step
+        dist.reduce, dist.all_reduce = reduce, all_reduce
+    return loss, sizes, gradients
 
 
 def test_gradients_are_synchronized_once_a_step(tiny, tmp_path):
@@ -204,11 +219,15 @@ def test_gradients_are_synchronized_once_a_step(tiny, tmp_path):
     gpt, _, args = tiny_model(tiny)
     loader = DistributedDataLoader(args.train_files, 12, 16, 0, 1, "cpu")
     loss = train_step(gpt, [], *loader.next_batch(), 1.0, args)
-    for rank_loss, calls, grads in ranks:
-        assert sum(calls) == sum(p.numel() for p in gpt.parameters())  # each gradient once
+    names = {name: p.grad for name, p in gpt.named_parameters()}
+    for rank_loss, sizes, grads in ranks:
+        # each gradient once, however many micro-batches; and the loss, one number
+        assert sorted(sizes) == sorted([p.numel() for p in gpt.parameters()] + [1])
         torch.testing.assert_close(rank_loss, loss, rtol=0, atol=2e-3)
-        for g, p in zip(grads, gpt.parameters()):
-            assert (g - p.grad).norm() <= 0.02 * p.grad.norm()
+        for name, g in grads.items():
+            assert (g - names[name]).norm() <= 0.02 * names[name].norm(), name
+    owned = [set(grads) for _, _, grads in ranks]
+    assert owned[0] | owned[1] == set(names) and owned[0] & owned[1] == {"wte.weight"}
 
 
 def test_warm_up_leaves_no_trace(tiny):
@@ -319,10 +338,10 @@ def test_repetition_needs_a_word(tiny):
 
 def test_a_loss_that_is_no_number_ends_the_run(tiny, monkeypatch):
     rates = {"learning_rate": 1e38, "muon_learning_rate": 1e38}
-    with pytest.raises(FloatingPointError, match="train_loss is nan at step 2"):
+    with pytest.raises(FloatingPointError, match=r"gradient of parameter h\.0\.attn\.c_q\.weight"):
         main(Hyperparameters(**{**tiny, **rates, "run_id": "nan"}))
     log = open(f"{tiny['log_dir']}/nan.txt").read()
-    assert log.endswith("failed: train_loss is nan at step 2: lower the learning rates\n")
+    assert re.search(r"failed: the gradient .* is not finite on rank 0: lower .*\n$", log)
     monkeypatch.setattr(train_gpt2, "evaluate", lambda *arguments: float("nan"))
     with pytest.raises(FloatingPointError, match="val_loss is nan at step 0"):
         main(Hyperparameters(**tiny))
