@@ -3,29 +3,31 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2.py      # the record's settings, 8 GPUs
     python train_gpt2.py --num_iterations=100 --batch_size=64   # one process; any field below
 
-The defaults are those of record 7 of the public NanoGPT speedrun (October 2024), which took 12.0
-minutes on 8xH100 for loss 3.2755 (n=1, its own log); not run on a GPU here yet. On 2 CPU cores,
-`bash run.sh` trains 0.8M parameters on bytes to a loss of 1.2935 (n=5) in 4 minutes: records/.
+The defaults are those of record 7 of the public NanoGPT speedrun (October 2024): 12.0 minutes on
+8xH100, loss 3.2755 (n=1, its own log); not run on a GPU here yet. On 2 CPU cores, `bash run.sh`
+trains 0.8M parameters on bytes to a loss of 1.2935 (n=5) in 4 minutes: records/.
 
-The file in order: Hyperparameters; model (GPT); optimizer (Muon, sharded over ranks); data
-(DistributedDataLoader); training (one step, one evaluation); run (set-up, log, main).
+In order: Hyperparameters; model (GPT); optimizer (Muon); data (DistributedDataLoader); training
+(one step, one evaluation); run (set-up, log, main).
 Shapes: B sequences, T tokens in a sequence, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
 
 import contextlib
 import dataclasses
 import difflib
-import functools
 import glob
 import hashlib
+import itertools
 import math
 import os
 import platform
+import re
+import resource
 import subprocess
 import sys
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -35,15 +37,14 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def require(condition, sentence):
-    """Raise ValueError(sentence) unless the condition holds."""
+def require(condition, sentence, error=ValueError):
+    """Raise error(sentence) unless the condition holds."""
     if not condition:
-        raise ValueError(sentence)
+        raise error(sentence)
 
 
 # -----------------------------------------------------------------------------
 # Hyperparameters: edit here, or give any of them as --field=value
-
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
@@ -88,38 +89,35 @@ class Hyperparameters:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             name, kind, value = field.name, field.type, getattr(self, field.name)
-            fits = isinstance(value, (int, float) if kind is float else kind)
-            require(fits and (kind is bool or not isinstance(value, bool)),
-                    f"{name}={value!r} must be of type {kind.__name__}")
             least = 1 if name in AT_LEAST_ONE else 0
+            require(type(value) is kind or (type(value), kind) == (int, float),
+                    f"{name}={value!r} must be of type {kind.__name__}")
             require(kind not in (int, float) or least <= value < math.inf,
                     f"{name}={value} must be a number of at least {least}")
-        for name, legal in (("device", DEVICES), ("muon_coefficients", tuple(NS_COEFFICIENTS))):
-            value = getattr(self, name)
-            require(value in legal, f"{name}={value!r} must be one of {legal}")
-        require(self.vocab_size <= 65536, f"vocab_size={self.vocab_size} must be at most 65536")
-        require(self.n_embd % (2 * self.n_head) == 0,
-                f"n_embd={self.n_embd} must be a multiple of 2 * n_head={2 * self.n_head}")
-        require(self.seed < 2**63, f"seed={self.seed} must be below 2**63")
-        require(self.muon_momentum < 1, f"muon_momentum={self.muon_momentum} must be below 1")
-        require(self.warmup_iters <= self.num_iterations, f"warmup_iters={self.warmup_iters} must "
-                f"be at most {self.num_iterations}, all steps")
+            require(value in LEGAL.get(name, [value]),
+                    f"{name}={value!r} must be one of {LEGAL.get(name)}")
+        for fits, sentence in (
+            (self.vocab_size <= 65536, f"vocab_size={self.vocab_size} must be at most 65536"),
+            (self.n_embd % (2 * self.n_head) == 0,
+             f"n_embd={self.n_embd} must be a multiple of 2 * n_head={2 * self.n_head}"),
+            (self.seed < 2**63, f"seed={self.seed} must be below 2**63"),
+            (self.muon_momentum < 1, f"muon_momentum={self.muon_momentum} must be below 1"),
+            (self.warmup_iters <= self.num_iterations,
+             f"warmup_iters={self.warmup_iters} must be at most {self.num_iterations}, all steps")):
+            require(fits, sentence)
 
 
-DEVICES = ("auto", "cuda", "cpu")
 AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "device_batch_size",
                 "sequence_length", "num_iterations", "val_tokens")
+LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express")}
 
 # -----------------------------------------------------------------------------
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
 
-
-@functools.cache
 def matmul_dtype(device):
     """Return bfloat16, or float32 for a CPU whose bf16 products would take 100 times as long."""
-    mkldnn = torch.backends.mkldnn.is_available()
-    slow = device.type == "cpu" and not (mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return torch.float32 if slow else torch.bfloat16
+    bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if bf16 or device.type != "cpu" else torch.float32
 
 
 def norm(x):
@@ -148,20 +146,18 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, args):
         super().__init__()
         self.n_head = args.n_head
-        self.head_dim = args.n_embd // args.n_head
         # three matrices, not one, so that Muon orthogonalizes each by itself
         self.c_q = nn.Linear(args.n_embd, args.n_embd, bias=False)
         self.c_k = nn.Linear(args.n_embd, args.n_embd, bias=False)
         self.c_v = nn.Linear(args.n_embd, args.n_embd, bias=False)
         self.c_proj = nn.Linear(args.n_embd, args.n_embd, bias=False)
         nn.init.zeros_(self.c_proj.weight)  # every block starts as the identity
-        self.rotary = Rotary(self.head_dim, args.sequence_length)
+        self.rotary = Rotary(args.n_embd // args.n_head, args.sequence_length)
 
     def forward(self, x):  # (B, T, C)
         B, T, C = x.shape
-        q = self.rotary(norm(self.c_q(x).view(B, T, self.n_head, self.head_dim)))
-        k = self.rotary(norm(self.c_k(x).view(B, T, self.n_head, self.head_dim)))
-        v = self.c_v(x).view(B, T, self.n_head, self.head_dim)
+        q, k, v = (c(x).view(B, T, self.n_head, -1) for c in (self.c_q, self.c_k, self.c_v))
+        q, k = self.rotary(norm(q)), self.rotary(norm(k))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -189,31 +185,27 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
-CHUNK_LOGITS = 2**26  # 128 MB of bf16; more where that would make more than 8 chunks
-
-
 class LinearCrossEntropy(torch.autograd.Function):
     """Mean of cross_entropy(x @ weight.T, targets) over the targets that are not -1.
 
-    The logits, the largest tensor of a step, exist for one chunk of tokens at a time: gradients
-    are computed along with the loss, so that no logits are kept for, or made again in, backward.
+    Logits, the largest tensor of a step, exist for one chunk of tokens at a time: gradients are
+    computed along with the loss, and none kept for backward.
     x: (N, C), weight: (V, C), both float32 or bfloat16; targets: (N,) int64. Returns a float32
     scalar. Products are in dtype, the loss and the sum of weight gradients in float32.
     """
+    CHUNK_LOGITS = 2**26  # 128 MB of bf16; more where that would make more than 8 chunks
 
     @staticmethod
     def forward(ctx, x, weight, targets, dtype, with_grad):
-        x_low, weight_low = x.to(dtype), weight.to(dtype)
-        chunk = max(math.ceil(x.size(0) / 8), min(x.size(0), CHUNK_LOGITS // weight.size(0)))
+        x_low, weight_low, N = x.to(dtype), weight.to(dtype), x.size(0)
+        chunk = max(math.ceil(N / 8), min(N, LinearCrossEntropy.CHUNK_LOGITS // weight.size(0)))
         count = (targets != -1).sum().clamp(min=1)
         vocabulary = torch.arange(weight.size(0), device=x.device)
-        loss = torch.zeros((), device=x.device)
-        grad_x, grad_weight = [], 0.0
+        loss, grad_x, grad_weight = torch.zeros((), device=x.device), [], 0.0
         for x_i, targets_i in zip(x_low.split(chunk), targets.split(chunk)):
-            logits = (x_i @ weight_low.T).float()  # (chunk, V)
+            logits, valid = (x_i @ weight_low.T).float(), (targets_i != -1)[:, None]  # (chunk, V)
             log_z = logits.logsumexp(dim=-1, keepdim=True)
             chosen = logits.gather(1, targets_i.clamp(min=0)[:, None])
-            valid = (targets_i != -1)[:, None]
             loss += torch.where(valid, log_z - chosen, 0.0).sum()
             if with_grad:
                 error = (logits - log_z).exp() - (vocabulary == targets_i[:, None]).float()
@@ -242,13 +234,12 @@ class GPT(nn.Module):
         self.wte.weight = self.lm_head.weight  # tied: one tensor, with the head's initial values
 
     def forward(self, inputs, targets=None):
-        """Return the mean cross-entropy (float32 scalar), or without targets the logits.
+        """Return the mean cross-entropy (float32 scalar), or without targets logits (B, T, V).
 
-        inputs, targets: (B, T) int64, T at most sequence_length; a target of -1 does not count.
-        Logits: (B, T, V) float32. Raises ValueError for a longer T.
+        inputs, targets: (B, T) int64, T at most sequence_length, else ValueError; -1: not counted.
         """
-        longest, T = self.sequence_length, inputs.size(1)
-        require(longest >= T, f"T={T} exceeds sequence_length={longest}")
+        require(inputs.size(1) <= self.sequence_length,
+                f"T={inputs.size(1)} exceeds sequence_length={self.sequence_length}")
         x = self.wte(inputs)  # (B, T, C)
         for block in self.h:
             x = block(x)
@@ -264,7 +255,6 @@ class GPT(nn.Module):
 # -----------------------------------------------------------------------------
 # Optimizer: Muon, its Newton-Schulz work sharded over the ranks
 
-
 NS_COEFFICIENTS = {  # (a, b, c) of X <- a X + b A X + c A^2 X, A = X X^T; the last is repeated
     # slope at 0 as steep as a stable quintic allows: https://kellerjordan.github.io/posts/muon/
     "quintic": ((3.4445, -4.7750, 2.0315),),
@@ -276,11 +266,10 @@ NS_COEFFICIENTS = {  # (a, b, c) of X <- a X + b A X + c A^2 X, A = X X^T; the l
 
 
 def zeropower_via_newtonschulz5(G, steps=5, coefficients="quintic"):
-    """Orthogonalize G: about U V^T for G = U S V^T.
+    """Orthogonalize G = U S V^T: return about U V^T, bf16; singular values near 1, not exact.
 
-    G: (M, N) or a batch (K, M, N), any float dtype, unmodified; coefficients: a name in
-    NS_COEFFICIENTS. Returns bf16 of the same shape; singular values near 1, not exact. Raises
-    ValueError for other shapes. Source: https://kellerjordan.github.io/posts/muon/
+    G: (M, N) or a batch (K, M, N), any float dtype, unmodified; else ValueError. coefficients: a
+    name in NS_COEFFICIENTS. Source: https://kellerjordan.github.io/posts/muon/
     """
     require(G.ndim in (2, 3), f"G of shape {tuple(G.shape)} must be a matrix or a batch of them")
     # the norm in float64: squares of 1e30 and of 1e-30 leave float32's range
@@ -291,11 +280,10 @@ def zeropower_via_newtonschulz5(G, steps=5, coefficients="quintic"):
     wide = X.size(-1) >= 2 * X.size(-2)
     eye = torch.eye(X.size(-2), dtype=X.dtype, device=X.device)
     multiply_add = torch.addmm if G.ndim == 2 else torch.baddbmm
-    schedule, A = NS_COEFFICIENTS[coefficients], None
+    schedule, A, Q = NS_COEFFICIENTS[coefficients], None, None
     for i in range(steps):
         a, b, c = schedule[min(i, len(schedule) - 1)]
-        if A is None:
-            A, Q = X @ X.mT, None
+        A = X @ X.mT if Q is None else A
         B = multiply_add(A, A, A, beta=b, alpha=c)  # the iteration is X <- (a I + B) X
         Q = a * eye + B if Q is None else multiply_add(Q, B, Q, beta=a)
         # iterations on A alone spare products with a wide X, but rounding errors in A grow by
@@ -304,15 +292,15 @@ def zeropower_via_newtonschulz5(G, steps=5, coefficients="quintic"):
             A = multiply_add(A, B, A, beta=a)
             A = multiply_add(A, A, B, beta=a)  # (a I + B) A (a I + B)
         else:
-            X, A = Q @ X, None
+            X, Q = Q @ X, None
     return (X.mT if tall else X).bfloat16()
 
 
 def assign_by_cost(shapes, load):
     """Return the rank that owns each matrix: the dearest first, each to the rank with least load.
 
-    shapes: (M, N) of each; load: the cost every rank already has, updated. The cost of M <= N is
-    that of a plain iteration, M^3 + 2 M^2 N. Source: https://doi.org/10.1137/0117039
+    shapes: (M, N); load: the cost of each rank, updated; a plain iteration on M <= N costs
+    M^3 + 2 M^2 N. Source: longest processing time first, https://doi.org/10.1137/0117039
     """
     costs = [min(shape) ** 2 * (min(shape) + 2 * max(shape)) for shape in shapes]
     owners = [0] * len(shapes)
@@ -325,16 +313,13 @@ def assign_by_cost(shapes, load):
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized by Newton-Schulz: for the matrices inside a network.
 
-    Each parameter belongs to one rank, which alone keeps its momentum and computes its update, from
-    its own gradient of it. Updates travel in buckets, one all_reduce each, while later ones are
-    computed. Parameters are bit-identical on all ranks, and for every world_size.
-
-    params: of at least 2 dimensions, (M, ...) taken as (M, N), else ValueError; groups may name
-    them: "param_names". One whose gradient is None, on all ranks, is left as it is.
-    Source: https://kellerjordan.github.io/posts/muon/
+    Each parameter belongs to one rank, which alone keeps its momentum and computes its update from
+    the gradient there. In a round every rank computes a batch of updates; a round's all_reduce
+    travels during the next. Parameters are bit-identical on all ranks, and for every world_size.
+    params: of at least 2 dimensions, (M, ...) taken as (M, N), else ValueError; "param_names" in a
+    group names them. One without gradient, on all ranks, is left as it is.
     """
 
-    NUM_BUCKETS = 4  # of each group's flat buffer
     # Small matrices are orthogonalized 4 at a time, zeros filling up: products of one shape give
     # the same bits however many matrices a rank owns. Large ones gain nothing on a CPU.
     BATCH, BATCH_NUMEL = 4, 2**18
@@ -344,7 +329,7 @@ class Muon(torch.optim.Optimizer):
         require(0 <= rank < world_size, f"rank={rank} must be in 0..{world_size - 1}")
         self.rank, self.world_size = rank, world_size
         self.load, self.owner = [0] * world_size, {}  # cost of each rank; parameter: its rank
-        self.buckets = []  # of each group, a list of (updates, slots, batches)
+        self.rounds = []  # of each group, a list of (updates, slots, batch of this rank)
         super().__init__(params, dict(lr=lr, momentum=momentum, nesterov=nesterov,
                                       ns_steps=ns_steps, coefficients=coefficients))
 
@@ -355,69 +340,58 @@ class Muon(torch.optim.Optimizer):
             require(p.ndim > 1, f"Muon takes matrices, not a parameter of shape {tuple(p.shape)}")
         owners = assign_by_cost([p.flatten(1).shape for p in params], self.load)
         self.owner |= dict(zip(params, owners))
-        batches = [self.batches_of([p for p in params if self.owner[p] == rank])
-                   for rank in range(self.world_size)]
-        flat = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16,
-                           device=params[0].device)
-        self.buckets.append([])
-        for k in range(self.NUM_BUCKETS):  # the k-th part of each rank's batches: filled together
-            parts = [own[len(own) * k // self.NUM_BUCKETS : len(own) * (k + 1) // self.NUM_BUCKETS]
-                     for own in batches]
-            members = [p for part in parts for batch in part for p in batch]
+        batches = [[] for _ in range(self.world_size)]  # of each rank: lists of one shape
+        for p in sorted(params, key=lambda p: (-p.numel(), p.flatten(1).shape)):
+            own = batches[self.owner[p]]
+            if not own or own[-1][0].shape != p.shape or len(own[-1]) == self.batch_size(p):
+                own.append([])
+            own[-1].append(p)
+        flat = params[0].new_zeros(sum(p.numel() for p in params), dtype=torch.bfloat16)
+        self.rounds.append([])
+        for round_ in itertools.zip_longest(*batches, fillvalue=()):
+            members = [p for batch in round_ for p in batch]
             sizes = [p.numel() for p in members]
             updates, flat = flat[: sum(sizes)], flat[sum(sizes) :]
-            slots = dict(zip(members, updates.split(sizes)))  # views
-            self.buckets[-1].append((updates, slots, parts[self.rank]))
+            slots = dict(zip(members, updates.split(sizes)))  # views of updates
+            self.rounds[-1].append((updates, slots, round_[self.rank]))
 
-    def batches_of(self, params):
-        """Return params in lists of one shape, the largest first: of BATCH if small, else of 1."""
-        alike = defaultdict(list)
-        for p in sorted(params, key=lambda p: -p.numel()):
-            alike[p.flatten(1).shape].append(p)
-        return [same[i : i + size] for shape, same in alike.items()
-                for size in [self.BATCH if shape.numel() <= self.BATCH_NUMEL else 1]
-                for i in range(0, len(same), size)]
+    def batch_size(self, p):
+        return self.BATCH if p.numel() <= self.BATCH_NUMEL else 1
 
     @torch.no_grad()
     def step(self):
-        """Update all parameters in place; afterwards every rank holds the same values.
+        """Update all parameters in place, to the same values on every rank.
 
-        Each rank computes the updates it owns and leaves the others zero, so that a SUM delivers
-        every update exactly: each partial sum is x + 0. Raises FloatingPointError, on all ranks
-        and before any change, if a gradient is not finite.
+        An update is summed with the zeros of other ranks, so exactly. Raises FloatingPointError,
+        on all ranks and before any change, for a gradient that is not finite.
         """
         self.check_gradients()
-        for group, buckets in zip(self.param_groups, self.buckets):
+        for group, rounds in zip(self.param_groups, self.rounds):
             works = []
-            for updates, slots, batches in buckets:
+            for updates, slots, batch in rounds:
                 updates.zero_()
-                for batch in batches:
-                    self.orthogonalize([p for p in batch if p.grad is not None], slots, group)
+                if batch := [p for p in batch if p.grad is not None]:
+                    self.orthogonalize(batch, slots, group)
                 if self.world_size > 1:
                     works.append(dist.all_reduce(updates, async_op=True))
-            for i, (_, slots, _) in enumerate(buckets):
-                if works:
-                    works[i].wait()
-                for p, slot in slots.items():
-                    if p.grad is not None:
-                        p.add_(slot.view_as(p), alpha=-group["lr"])
+            for (_, slots, _), work in itertools.zip_longest(rounds, works):
+                if work:
+                    work.wait()
+                for p in (p for p in slots if p.grad is not None):
+                    p.add_(slots[p].view_as(p), alpha=-group["lr"])
 
     def orthogonalize(self, batch, slots, group):
         """Advance the momenta of a batch and fill its slots with updates of RMS near 1."""
-        if not batch:
-            return
         shape = batch[0].flatten(1).shape
-        size = self.BATCH if shape.numel() <= self.BATCH_NUMEL else 1
-        directions = torch.zeros(size, *shape, device=batch[0].device)
+        directions = torch.zeros(self.batch_size(batch[0]), *shape, device=batch[0].device)
         for p, u in zip(batch, directions):
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momentum = self.state[p]["momentum_buffer"].mul_(group["momentum"]).add_(p.grad)
-            u.copy_(momentum.flatten(1))
-            if group["nesterov"]:
-                u.mul_(group["momentum"]).add_(p.grad.flatten(1))
-        u = zeropower_via_newtonschulz5(directions if size > 1 else directions[0],
-                                        steps=group["ns_steps"], coefficients=group["coefficients"])
+            nesterov = p.grad.add(momentum, alpha=group["momentum"])
+            u.copy_((nesterov if group["nesterov"] else momentum).flatten(1))
+        u = zeropower_via_newtonschulz5(directions.squeeze(0), steps=group["ns_steps"],
+                                        coefficients=group["coefficients"])
         for p, update in zip(batch, u.view(directions.shape)):
             torch.mul(update, max(shape) ** 0.5, out=slots[p].view(shape))
 
@@ -425,24 +399,15 @@ class Muon(torch.optim.Optimizer):
         """Raise FloatingPointError, on all ranks, for the first gradient that is not finite."""
         named = [pair for group in self.param_groups for pair in zip(
             group.get("param_names", range(len(group["params"]))), group["params"])]
-        # the largest magnitude: NaN and inf survive in it, and 1e30 does not overflow
-        finite = torch.stack([p.new_zeros(()) if p.grad is None else torch.linalg.vector_norm(
-            p.grad, math.inf, dtype=torch.float32) for _, p in named]).isfinite()
-        ranks = torch.where(finite, 0, self.world_size - self.rank)  # so MAX finds the lowest
+        finite = torch.stack([p.new_ones((), dtype=torch.bool) if p.grad is None
+                              else p.grad.isfinite().all() for _, p in named])
+        ranks = torch.where(finite, 0, self.world_size - self.rank)  # so that MAX finds the lowest
         if self.world_size > 1:
             dist.all_reduce(ranks, op=dist.ReduceOp.MAX)
         for (name, p), found in zip(named, ranks.tolist()):
-            if found:
-                raise FloatingPointError(
-                    f"the gradient of parameter {name}, {tuple(p.shape)}, is not finite on rank "
-                    f"{self.world_size - found}: lower the learning rates")
-
-    def load_state_dict(self, state_dict):
-        """Load this rank's state_dict, or a gathered one, keeping only this rank's momentum."""
-        super().load_state_dict(state_dict)
-        for p in self.owner:
-            if self.owner[p] != self.rank:
-                self.state.pop(p, None)
+            require(not found, f"the gradient of parameter {name}, {tuple(p.shape)}, is not finite "
+                    f"on rank {self.world_size - found}: lower the learning rates",
+                    FloatingPointError)
 
     def gathered_state_dict(self):
         """Return state_dict() with the momentum of all ranks; every rank must call it."""
@@ -468,16 +433,14 @@ def shard_size(path):
         header = np.fromfile(path, dtype=np.int32, count=SHARD_HEADER)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
-    require(
-        len(header) == SHARD_HEADER and tuple(header[:2]) == (SHARD_MAGIC, SHARD_VERSION),
-        f"{path} is not a shard of tokens (magic {SHARD_MAGIC}, version {SHARD_VERSION}): make "
-        f"shards with data/fineweb.py or data/pack.py")
+    require(len(header) == SHARD_HEADER and tuple(header[:2]) == (SHARD_MAGIC, SHARD_VERSION),
+            f"{path} is not a shard of tokens (magic {SHARD_MAGIC}, version {SHARD_VERSION}): "
+            f"make shards with data/fineweb.py or data/pack.py")
     found, tokens = os.path.getsize(path), int(header[2])
     expected = 4 * SHARD_HEADER + 2 * tokens
-    require(
-        tokens > 0 and found == expected,
-        f"{path} is damaged: its header promises {tokens:,} tokens, {expected:,} bytes, the file "
-        f"has {found:,} bytes; delete it and fetch or pack it again")
+    require(tokens > 0 and found == expected,
+            f"{path} is damaged: {found:,} bytes, but its header promises {tokens:,} tokens, "
+            f"{expected:,} bytes; delete it and fetch or pack it again")
     return tokens
 
 
@@ -491,41 +454,35 @@ def read_shard(path, start, count):
 class DistributedDataLoader:
     """The batches of a run: consecutive windows of all shards laid end to end.
 
-    Step k reads tokens [k*B*T, (k+1)*B*T], however many ranks share them: rank r takes the r-th
-    equal part. The last token is only a target here, and the next window's first input.
-
+    Step k reads tokens [k*B*T, (k+1)*B*T], of which rank r takes the r-th equal part: the stream
+    does not depend on world_size. The last token is a target only, and the next first input.
     pattern: glob of shards, in the order of their names; batch_size: sequences a step, all ranks.
     Raises FileNotFoundError without shards, ValueError for damaged ones, a batch_size world_size
     does not divide, ids >= vocab_size, and tokens that run out (unless allow_repeat).
     """
 
-    def __init__(
-        self, pattern, batch_size, sequence_length, rank, world_size, device,
-        allow_repeat=False, vocab_size=65536):
-        require(
-            batch_size % world_size == 0,
-            f"batch_size={batch_size} cannot be shared by {world_size} processes: give a "
-            f"multiple of {world_size}, or a number of processes out of {divisors(batch_size)}")
+    def __init__(self, pattern, batch_size, sequence_length, rank, world_size, device,
+                 allow_repeat=False, vocab_size=65536):
+        require(batch_size % world_size == 0,
+                f"batch_size={batch_size} cannot be shared by {world_size} processes: give a "
+                f"multiple of {world_size}, or one of {divisors(batch_size)} processes")
         self.paths = sorted(glob.glob(pattern))
-        if not self.paths:
-            raise FileNotFoundError(
-                f"no data at {pattern!r}: fetch FineWeb with `python data/fineweb.py` or pack "
-                f"your own text with `python data/pack.py`, or name other shards")
+        require(self.paths, f"no data at {pattern!r}: fetch FineWeb with `python data/fineweb.py`, "
+                f"pack your own text with `python data/pack.py`, or name other shards",
+                FileNotFoundError)
         self.pattern, self.allow_repeat, self.vocab_size = pattern, allow_repeat, vocab_size
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.sizes = [shard_size(path) for path in self.paths]
         self.ends = np.cumsum(self.sizes).tolist()  # of the shards, in tokens of the stream
         self.total_tokens = self.ends[-1]
-        self.position = 0  # in tokens of the stream, the same on all ranks
-        self.hash_sum = 0  # of the sequences this rank has delivered
+        self.position, self.hash_sum = 0, 0  # next token of the stream; of this rank's sequences
 
     def read(self, start, count):
         """Return tokens start .. start + count of the stream, (count,) uint16."""
-        require(
-            start + count <= self.total_tokens or self.allow_repeat,
-            f"{self.pattern!r} holds {self.total_tokens:,} tokens, but token {start + count:,} "
-            f"is wanted: add shards or pass --allow_repeat=True")
+        require(start + count <= self.total_tokens or self.allow_repeat,
+                f"{self.pattern!r} holds {self.total_tokens:,} tokens, but token {start + count:,} "
+                f"is wanted: add shards or pass --allow_repeat=True")
         parts = []
         while count:
             start %= self.total_tokens
@@ -534,23 +491,21 @@ class DistributedDataLoader:
             parts.append(read_shard(self.paths[i], start - self.ends[i] + self.sizes[i], part))
             start, count = start + part, count - part
         tokens = np.concatenate(parts)
-        require(
-            tokens.max() < self.vocab_size, f"{self.pattern!r} holds the token id {tokens.max()}, "
-            f"but vocab_size={self.vocab_size}: take the one the shards were made with")
+        require(tokens.max() < self.vocab_size,
+                f"{self.pattern!r} holds the token id {tokens.max()}, but vocab_size="
+                f"{self.vocab_size}: take the one the shards were made with")
         return tokens
 
     def next_batch(self):
         """Return (inputs, targets), each (batch_size // world_size, T) int64 on `device`."""
         T = self.sequence_length
-        window = self.batch_size * T  # tokens a step, all ranks
-        local = window // self.world_size
+        local = self.batch_size // self.world_size * T  # tokens a step and rank
         start = self.position + self.rank * local
         tokens = self.read(start, local + 1)
-        self.position += window
-        for i in range(0, local, T):
-            index = (start + i) // T  # of the sequence in the stream: order counts
-            row = tokens[i : i + T + 1].tobytes()
-            digest = hashlib.blake2b(row, digest_size=8, key=index.to_bytes(8, "little")).digest()
+        self.position += self.batch_size * T
+        for i in range(0, local, T):  # the key, a sequence's place in the stream: order counts
+            key = ((start + i) // T).to_bytes(8, "little")
+            digest = hashlib.blake2b(tokens[i : i + T + 1], digest_size=8, key=key).digest()
             self.hash_sum += int.from_bytes(digest, "little")
         tokens = torch.from_numpy(tokens.astype(np.int64))
         if self.device.type == "cuda":
@@ -567,7 +522,6 @@ class DistributedDataLoader:
 # -----------------------------------------------------------------------------
 # Training: the learning rate, one step, one evaluation
 
-
 def lr_multiplier(step, args):
     """Return the factor on all learning rates at `step`: linear rise, constant, linear fall."""
     rise = (step + 1) / max(1, args.warmup_iters)
@@ -579,15 +533,15 @@ def build_optimizers(gpt, args, rank, world_size):
     adamw = torch.optim.AdamW(gpt.lm_head.parameters(), lr=args.learning_rate, betas=(0.9, 0.95),
                               weight_decay=args.weight_decay, fused=True)
     names, matrices = zip(*gpt.h.named_parameters(prefix="h"))
-    muon = Muon([dict(params=matrices, param_names=names)], lr=args.muon_learning_rate,
-                momentum=args.muon_momentum, rank=rank, world_size=world_size,
+    muon = Muon([dict(params=matrices, param_names=names)], args.muon_learning_rate,
+                args.muon_momentum, rank=rank, world_size=world_size,
                 coefficients=args.muon_coefficients)
-    groups = adamw.param_groups + muon.param_groups
-    optimized = sorted(id(p) for group in groups for p in group["params"])
-    require(optimized == sorted(id(p) for p in gpt.parameters()),
-            "every parameter of the model must be in exactly one optimizer")
-    for group in groups:
+    optimized = []
+    for group in adamw.param_groups + muon.param_groups:
         group["initial_lr"] = group["lr"]  # train_step scales it
+        optimized += map(id, group["params"])
+    require(sorted(optimized) == sorted(map(id, gpt.parameters())),
+            "every parameter of the model must be in exactly one optimizer")
     return [adamw, muon]
 
 
@@ -600,22 +554,17 @@ def sum_over_ranks(tensor):
 
 def bf16_autocast(device):
     """Return the context of every forward pass: products in bf16, weights and sums in float32."""
-    device = torch.device(device)
-    fast = matmul_dtype(device) == torch.bfloat16
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
+    return torch.autocast(device.type, torch.bfloat16, matmul_dtype(device) == torch.bfloat16)
 
 
 def sync_gradients(optimizers):
-    """Sum gradients over the ranks: Muon's for their owner alone, which needs them, others for all.
-
-    On other ranks a gradient of Muon's holds no meaning afterwards.
-    """
+    """Sum gradients over the ranks: of Muon's matrices for their owner alone, others for all."""
     works = []
     for optimizer in optimizers if dist.is_initialized() else ():
-        owner = getattr(optimizer, "owner", {})
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            works.append(dist.reduce(p.grad, dst=owner[p], async_op=True) if p in owner
-                         else dist.all_reduce(p.grad, async_op=True))
+            owner = getattr(optimizer, "owner", {}).get(p)
+            works.append(dist.all_reduce(p.grad, async_op=True) if owner is None
+                         else dist.reduce(p.grad, dst=owner, async_op=True))
     for work in works:
         work.wait()
 
@@ -623,14 +572,13 @@ def sync_gradients(optimizers):
 def train_step(model, optimizers, inputs, targets, lr_scale, args):
     """Do one optimizer step; return the loss, the mean over the global batch (float32 scalar).
 
-    inputs, targets: (B, T) int64, this rank's part of the batch, taken device_batch_size sequences
-    at a time. Gradients are summed locally, and over the ranks once.
+    inputs, targets: (B, T) int64, this rank's part, taken device_batch_size sequences at a time.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    total = len(inputs) * (dist.get_world_size() if dist.is_initialized() else 1)  # sequences
     train_loss = torch.zeros((), device=inputs.device)
     for x, y in zip(inputs.split(args.device_batch_size), targets.split(args.device_batch_size)):
         with bf16_autocast(inputs.device):
-            loss = model(x, y) * (len(x) / (len(inputs) * world_size))
+            loss = model(x, y) * (len(x) / total)
         loss.backward()
         train_loss += loss.detach()
     sync_gradients(optimizers)
@@ -644,19 +592,15 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args):
 
 @torch.no_grad()
 def evaluate(model, val_loader, val_tokens):
-    """Return the mean loss over exactly the first val_tokens tokens, the same for all ranks.
-
-    val_loader's batch need not divide val_tokens: sequences beyond them get the target -1, which
-    does not count, so that every forward pass has the same shape.
-    """
+    """Return the mean loss over exactly the first val_tokens tokens, the same for all ranks."""
     val_loader.position = 0
     num_sequences = val_tokens // val_loader.sequence_length
-    local = val_loader.batch_size // val_loader.world_size
-    rows = val_loader.rank * local + torch.arange(local, device=val_loader.device)
+    rows = torch.arange(val_loader.batch_size, device=val_loader.device)
+    rows = rows.chunk(val_loader.world_size)[val_loader.rank]  # this rank's, of each batch
     total = torch.zeros((), dtype=torch.float64, device=val_loader.device)
     for first in range(0, num_sequences, val_loader.batch_size):
         inputs, targets = val_loader.next_batch()
-        targets = targets.masked_fill((first + rows >= num_sequences)[:, None], -1)
+        targets = targets.masked_fill((first + rows >= num_sequences)[:, None], -1)  # filling
         with bf16_autocast(val_loader.device):
             total += model(inputs, targets).double() * (targets != -1).sum()
     return float(sum_over_ranks(total)) / val_tokens
@@ -665,15 +609,9 @@ def evaluate(model, val_loader, val_tokens):
 # -----------------------------------------------------------------------------
 # Run: processes, data plan, log, checkpoint, main
 
-
 def divisors(n):
     """Return the divisors of n in rising order, for messages that list legal values."""
     return [i for i in range(1, n + 1) if n % i == 0]
-
-
-def planned_tokens(args):
-    """Return the number of training tokens the whole run reads."""
-    return args.num_iterations * args.batch_size * args.sequence_length
 
 
 def place_in_world(args):
@@ -687,7 +625,8 @@ def place_in_world(args):
     require(processes <= gpus,
             f"{processes} processes on this machine but {gpus} GPUs visible: give torchrun "
             f"--nproc_per_node={gpus or 'N for N GPUs'}, or pass --device=cpu")
-    return rank, world_size, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    return rank, world_size, torch.device("cuda", torch.cuda.current_device())
 
 
 def open_data(args, rank, world_size, device):
@@ -698,31 +637,26 @@ def open_data(args, rank, world_size, device):
         args.train_files, args.batch_size, T, allow_repeat=args.allow_repeat, **place)
     local = args.batch_size // world_size  # sequences a step and process
     micro = min(args.device_batch_size, local)
-    require(
-        local % micro == 0,
-        f"device_batch_size={micro} does not divide the {local} sequences of each process "
-        f"(batch_size={args.batch_size} / {world_size} processes): give one of {divisors(local)}; "
-        f"the result stays the same")
-    require(
-        args.val_tokens % T == 0,
-        f"val_tokens={args.val_tokens} is not a whole number of sequences: give a multiple of "
-        f"sequence_length={T}, such as {max(1, args.val_tokens // T) * T}")
-    needed, held = planned_tokens(args) + 1, train_loader.total_tokens
-    require(
-        held >= needed or args.allow_repeat,
-        f"{args.num_iterations} steps need {needed:,} training tokens, but {args.train_files!r} "
-        f"holds {held:,}: add shards (FineWeb's: `python data/fineweb.py "
-        f"{math.ceil(needed / 1e8)}`), pass --allow_repeat=True, or --num_iterations of at most "
-        f"{(held - 1) // (args.batch_size * T)}")
+    require(local % micro == 0,
+            f"device_batch_size={micro} does not divide the {local} sequences of each process "
+            f"(batch_size={args.batch_size} / {world_size} processes): give one of "
+            f"{divisors(local)}; the result stays the same")
+    require(args.val_tokens % T == 0,
+            f"val_tokens={args.val_tokens} is not a whole number of sequences: give a multiple of "
+            f"sequence_length={T}, such as {max(1, args.val_tokens // T) * T}")
+    step, held = args.batch_size * T, train_loader.total_tokens
+    needed = args.num_iterations * step + 1
+    require(held >= needed or args.allow_repeat,
+            f"{args.num_iterations} steps need {needed:,} tokens, but {args.train_files!r} holds "
+            f"{held:,}: add shards (`python data/fineweb.py {math.ceil(needed / 1e8)}`), pass "
+            f"--allow_repeat=True, or --num_iterations of at most {(held - 1) // step}")
     # validation repeats only to fill its last batch, with sequences that do not count
-    val_loader = DistributedDataLoader(
-        args.val_files, micro * world_size, T, allow_repeat=True, **place)
+    val_loader = DistributedDataLoader(args.val_files, micro * world_size, T, allow_repeat=True,
+                                       **place)
     held = val_loader.total_tokens
-    require(
-        held > args.val_tokens,
-        f"val_tokens={args.val_tokens} needs {args.val_tokens + 1:,} tokens, but "
-        f"{args.val_files!r} holds {held:,}: add shards, or pass --val_tokens of at most "
-        f"{(held - 1) // T * T}")
+    require(held > args.val_tokens,
+            f"val_tokens={args.val_tokens} needs one token more, but {args.val_files!r} holds "
+            f"{held:,}: add shards, or pass --val_tokens of at most {(held - 1) // T * T}")
     both = set(train_loader.paths) & set(val_loader.paths)
     require(not both, f"{both} is in train_files and in val_files: keep them apart")
     return train_loader, val_loader
@@ -741,44 +675,14 @@ class Log:
             self.file = open(self.path, "x", buffering=1)
 
     def __call__(self, line, show=True):
-        if self.file:
-            print(line, file=self.file)
-            if show:
-                print(line, flush=True)
+        for file in (self.file, sys.stdout) if show else (self.file,):
+            if self.file:
+                print(line, file=file, flush=True)
 
 
-class Stopwatch:
-    """`with stopwatch("train"):` adds the seconds until the device is done to seconds["train"]."""
-
-    def __init__(self, device):
-        self.device, self.seconds = device, defaultdict(float)
-
-    @contextlib.contextmanager
-    def __call__(self, phase):
-        self.seconds[phase] -= self.now()
-        yield
-        self.seconds[phase] += self.now()
-
-    def now(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-
-def output_of(*command):
-    """Return what a command prints, or 'unknown' where it is missing or fails."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
-    return "unknown"
-
-
-def device_name(device):
-    """Return the model name of the GPU or of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    names = cpuinfo.read_text().split("model name\t: ")[1:] if cpuinfo.exists() else []
-    return names[0].splitlines()[0] if names else platform.machine()
+def output_of(command):
+    """Return what a shell command prints, or 'unknown' where it fails."""
+    return subprocess.getoutput(f"({command}) 2> /dev/null || echo unknown")
 
 
 def log_header(log, args, gpt, optimizers, train_loader, val_loader):
@@ -787,166 +691,137 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
     log(Path(__file__).read_text(), show=False)
     for name, value in dataclasses.asdict(args).items():
         log(f"hyperparameter {name}={value!r}", show=False)
-    git = ("git", "-C", str(Path(__file__).resolve().parent))
-    changes = output_of(*git, "diff", "--shortstat", "HEAD") or None
+    git = f"git -C '{Path(__file__).resolve().parent}'"
+    commit = output_of(f"{git} describe --always --dirty --exclude='*' --abbrev=40")
+    name = (torch.cuda.get_device_name(device) if device.type == "cuda" else
+            output_of("grep -m1 'model name' /proc/cpuinfo"))
     log(f"log:{log.path} command:{' '.join(sys.argv)}")
-    log(f"commit:{output_of(*git, 'rev-parse', 'HEAD')} uncommitted:{changes}")
     log(f"python:{platform.python_version()} torch:{torch.__version__} numpy:{np.__version__} "
-        f"cuda:{torch.version.cuda} system:{platform.platform()}")
-    log(f"device:{device_name(device)} processes:{world_size} threads:{torch.get_num_threads()} "
+        f"cuda:{torch.version.cuda} system:{platform.platform()} commit:{commit}")
+    log(f"device:{name.split(': ')[-1]} processes:{world_size} threads:{torch.get_num_threads()} "
         f"products:{matmul_dtype(device)}")
-    together = val_loader.batch_size  # sequences that all processes take at a time
-    log(f"batch: {args.batch_size} x {args.sequence_length} tokens = {args.batch_size // together} "
-        f"micro-batches x {world_size} processes x {together // world_size} sequences")
-    planned, held = planned_tokens(args), train_loader.total_tokens
+    taken = val_loader.batch_size  # sequences, by all processes at a time
+    log(f"batch: {args.batch_size} x {args.sequence_length} tokens = {args.batch_size // taken} "
+        f"micro-batches x {world_size} processes x {taken // world_size} sequences")
+    planned = args.num_iterations * args.batch_size * args.sequence_length
+    held = train_loader.total_tokens
     log(f"train data: {len(train_loader.paths)} shards, {held:,} tokens; {args.num_iterations} "
         f"steps read {planned:,} ({planned / held:.3f} epochs)")
     counted = hashlib.sha256(val_loader.read(0, args.val_tokens + 1)).hexdigest()
     log(f"val data: {len(val_loader.paths)} shards, {val_loader.total_tokens:,} tokens; the first "
         f"{args.val_tokens:,} count, val_hash:{counted[:16]}")
     log_optimizers(log, gpt, optimizers, world_size)
-    if args.warmdown_iters > args.num_iterations:
-        log(f"warning: warmdown_iters={args.warmdown_iters} exceeds num_iterations="
-            f"{args.num_iterations}: learning rates start at {lr_multiplier(0, args):.3f} of that")
+    log(f"learning rates at the first step: {lr_multiplier(0, args):.1%} of those above")
 
 
 def log_optimizers(log, gpt, optimizers, world_size):
-    """Log a table of count, name, shape, optimizer, learning rate; then Muon's share and bytes."""
-    _, muon = optimizers
-    rows, owned, sizes = defaultdict(int), [0] * world_size, [0, 0]
-    rates = {p: f"{type(optimizer).__name__:6s} lr:{group['initial_lr']:g}"
-             for optimizer in optimizers for group in optimizer.param_groups
-             for p in group["params"]}
-    for name, p in gpt.named_parameters():
-        name = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        rows[f"{name:24s} {tuple(p.shape)!s:16s} {rates[p]}"] += 1
-        sizes[p in muon.owner] += p.numel()
-        if p in muon.owner:
-            owned[muon.owner[p]] += p.numel()
-    log(f"parameters: {sum(sizes):,}")
+    """Log a table of count, name, shape, optimizer, learning rate; then Muon's work and bytes."""
+    rates = {p: f"{type(optimizer).__name__:6s} lr:{group['initial_lr']:g}" for optimizer in
+             optimizers for group in optimizer.param_groups for p in group["params"]}
+    log(f"parameters: {sum(p.numel() for p in rates):,}")
+    rows = Counter(f"{re.sub('[.][0-9]+', '.*', name):24s} {tuple(p.shape)!s:16s} {rates[p]}"
+                   for name, p in gpt.named_parameters())
     for row, count in rows.items():
         log(f"  {count:3d} x {row}")
-    log(f"muon: slowest/mean cost of the ranks:{max(muon.load) * world_size / sum(muon.load):.3f} "
+    load, owner = optimizers[1].load, optimizers[1].owner
+    owned = [sum(p.numel() for p in owner if owner[p] == rank) for rank in range(world_size)]
+    log(f"muon: slowest rank/mean cost:{max(load) * world_size / sum(load):.3f} "
         f"momentum MiB of each rank:{[round(n / 2**18, 1) for n in owned]}")
-    if world_size > 1:  # a ring sends (W-1)/W of a buffer to reduce it, as much again to spread it
-        ring = (world_size - 1) / world_size / 2**20
-        log(f"sent MiB a step and rank: gradients:{ring * 4 * (2 * sizes[0] + sizes[1]):.1f} "
-            f"updates:{ring * 4 * sizes[1]:.1f} (bf16; the least for an all_reduce)")
-
-
-def compile_counts():
-    """Return (graphs, graph breaks) of torch.compile in this process so far."""
-    counters = torch._dynamo.utils.counters
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    # in float32 and bf16; a ring sends (W-1)/W of a buffer to reduce it, and again to spread it
+    ring, head = 4 * (world_size - 1) / world_size / 2**20, gpt.lm_head.weight.numel()
+    log(f"sent MiB a step and rank: gradients:{ring * (2 * head + sum(owned)):.1f} "
+        f"updates:{ring * sum(owned):.1f}")
 
 
 def check_ranks_agree(gpt, step):
     """Raise RuntimeError unless all ranks hold the same bits in every parameter; all ranks call."""
-    if not dist.is_initialized():
-        return
     names, params = zip(*gpt.named_parameters())
     bits = torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in params])
     of_ranks = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, bits)
-    table = torch.stack(of_ranks, dim=1).cpu()  # (parameters, ranks)
-    for name, row in zip(names, table):
+    for name, row in zip(names, torch.stack(of_ranks, dim=1).cpu()):
         differ = (row != row.mode().values).nonzero().flatten().tolist()
-        if differ:
-            raise RuntimeError(
-                f"at step {step} the ranks {differ} hold other values of {name} than the other "
-                f"ranks: a device erred, or only some ranks ran a line; nothing since counts")
+        require(not differ, f"at step {step} the ranks {differ} hold other values of {name} than "
+                f"the other ranks: a device erred, or only some ranks ran a line; the run is void",
+                RuntimeError)
 
 
-def warm_up(gpt, optimizers, args, world_size, device):
-    """Run one training and one validation step on random tokens, so that all is compiled.
+def warm_up(gpt, optimizers, args, train_loader):
+    """Run one training and one validation step on the first tokens, so that all is compiled.
 
-    Leaves no trace: learning rates are 0, the tokens have their own generator, and the optimizers'
-    state is dropped. Raises RuntimeError where torch.compile cannot work.
+    Leaves no trace: rates are 0, the loader stays where it is, the optimizers' state is dropped.
     """
-    rows = min(args.batch_size // world_size, 2 * args.device_batch_size)
-    count = rows * args.sequence_length + 1
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(args.vocab_size, (count,), generator=generator).to(device)
-    inputs, targets = tokens[:-1].view(rows, -1), tokens[1:].view(rows, -1)
+    T, device = args.sequence_length, train_loader.device
+    rows = min(args.batch_size // train_loader.world_size, 2 * args.device_batch_size)
+    tokens = torch.from_numpy(train_loader.read(0, rows * T + 1).astype(np.int64)).to(device)
+    inputs, targets = tokens[:-1].view(rows, T), tokens[1:].view(rows, T)
     try:
         train_step(gpt, optimizers, inputs, targets, 0.0, args)
         with torch.no_grad(), bf16_autocast(device):
             gpt(inputs[: args.device_batch_size], targets[: args.device_batch_size])
     except torch._dynamo.exc.TorchDynamoException as error:
-        raise RuntimeError(
-            "torch.compile failed: install what the error above asks for (g++, Python.h), or pass "
-            "--compile=False") from error
+        raise RuntimeError("torch.compile failed: install what the error above asks for (g++, "
+                           "Python.h), or pass --compile=False") from error
     for optimizer in optimizers:
         optimizer.state.clear()
 
 
 def save_checkpoint(path, step, gpt, optimizers, train_loader, args):
     """Write weights, both optimizers with all ranks' momentum, and the position; all ranks call."""
-    adamw, muon = optimizers
     state = dict(
         step=step, hyperparameters=dataclasses.asdict(args), model=gpt.state_dict(),
-        optimizers=[adamw.state_dict(), muon.gathered_state_dict()],
+        optimizers=[optimizers[0].state_dict(), optimizers[1].gathered_state_dict()],
         position=train_loader.position, data_hash=train_loader.data_hash())
     if train_loader.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, path)  # a checkpoint under its final name is whole
+        torch.save(state, path.with_suffix(".partial"))
+        os.replace(path.with_suffix(".partial"), path)  # whole under its final name
 
 
-# dense bf16 FLOP/s by the device's name; source: the vendor's data sheets
-PEAK_FLOPS = {"NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
-              "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
-
-
-def log_summary(log, args, gpt, stopwatch, val_loss, device, world_size):
-    """Log the seconds of each phase, speed, peak memory of this process, and the result."""
-    log(" ".join(f"{phase}:{seconds:.1f}s" for phase, seconds in stopwatch.seconds.items()))
-    if device.type == "cuda":
-        peak_memory = torch.cuda.max_memory_allocated(device)
-    else:
-        import resource  # not on Windows
-        peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    rate = planned_tokens(args) / stopwatch.seconds["train"]
-    line = f"tokens/s:{rate:.0f} peak_memory:{peak_memory / 2**20:.0f}MiB"
-    if peak := PEAK_FLOPS.get(device_name(device)):
-        # per token: 6 for each parameter, and attention's products with all T positions
-        attention = 12 * args.n_layer * args.n_embd * args.sequence_length
-        flops = 6 * sum(p.numel() for p in gpt.parameters()) + attention
-        line += f" mfu:{flops * rate / (peak * world_size):.1%}"
-    log(line)
-    result = f"result val_loss:{val_loss:.4f}"
-    if args.bytes_per_token:
-        result += f" bits_per_byte:{val_loss / math.log(2) / args.bytes_per_token:.4f}"
-    met = val_loss <= args.target_val_loss
-    log(f"{result} target:{args.target_val_loss} {'reached' if met else 'missed'}")
+def log_summary(log, args, tokens, seconds, first_graphs, val_loss):
+    """Log seconds of each phase, compilations, speed, this process's peak memory, the result."""
+    log(" ".join(f"{phase}:{spent:.1f}s" for phase, spent in seconds.items()))
+    counters = torch._dynamo.utils.counters
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    log(f"compile: graphs:{graphs} graph_breaks:{breaks} recompiles:{graphs - first_graphs}")
+    peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_initialized() else (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+    log(f"tokens/s:{tokens / seconds['train']:.0f} peak_memory:{peak:.0f}MiB")
+    bits = val_loss / math.log(2) / (args.bytes_per_token or math.inf)
+    log(f"result val_loss:{val_loss:.4f} {f'bits_per_byte:{bits:.4f} ' if bits else ''}target:"
+        f"{args.target_val_loss} {'reached' if val_loss <= args.target_val_loss else 'missed'}")
 
 
 def train(args, log, train_loader, val_loader):
     """Set up, compile, then train and validate by turns; return the final validation loss."""
     rank, world_size, device = train_loader.rank, train_loader.world_size, train_loader.device
-    stopwatch = Stopwatch(device)
-    with stopwatch("setup"):
+    seconds = defaultdict(float)  # of each phase
+    @contextlib.contextmanager
+    def timed(phase):  # each phase ends by reading a result, so that the device is done
+        start = time.perf_counter()
+        yield
+        seconds[phase] += time.perf_counter() - start
+
+    with timed("setup"):
         torch.manual_seed(args.seed)
         gpt = GPT(args).to(device)
         optimizers = build_optimizers(gpt, args, rank, world_size)
         if rank == 0:
             log_header(log, args, gpt, optimizers, train_loader, val_loader)
-        if args.compile:
-            gpt.compile(dynamic=False, fullgraph=True)
-    with stopwatch("compile"):
-        warm_up(gpt, optimizers, args, world_size, device)
-    graphs_before, _ = compile_counts()
+        gpt.compile(dynamic=False, fullgraph=True, disable=not args.compile)
+    with timed("compile"):
+        warm_up(gpt, optimizers, args, train_loader)
+    first_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     def progress(step, name, loss):
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"{name} is {loss} at step {step}: lower the learning rates")
-        train_ms = 1000 * stopwatch.seconds["train"]
+        require(math.isfinite(loss), f"{name} is {loss} at step {step}: lower the learning rates",
+                FloatingPointError)
+        train_ms = 1000 * seconds["train"]
         return (f"step:{step}/{args.num_iterations} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
                 f"step_avg:{train_ms / max(step, 1):.2f}ms")
 
     def validate(step):
-        with stopwatch("validation"):
+        with timed("validation"):
             loss = evaluate(gpt, val_loader, args.val_tokens)
         log(f"{progress(step, 'val_loss', loss)} data_hash:{train_loader.data_hash()}")
         return loss
@@ -954,37 +829,28 @@ def train(args, log, train_loader, val_loader):
     for step in range(args.num_iterations):
         if args.val_loss_every and step % args.val_loss_every == 0:
             validate(step)
-        with stopwatch("train"):
-            inputs, targets = train_loader.next_batch()
-            lr_scale = lr_multiplier(step, args)
-            loss = train_step(gpt, optimizers, inputs, targets, lr_scale, args).item()
+        with timed("train"):
+            loss = train_step(gpt, optimizers, *train_loader.next_batch(),
+                              lr_multiplier(step, args), args).item()
         step += 1  # steps done
         log(progress(step, "train_loss", loss))
         last = step == args.num_iterations
-        if last or (args.checksum_every and step % args.checksum_every == 0):
-            with stopwatch("checksum"):
+        if world_size > 1 and (last or (args.checksum_every and step % args.checksum_every == 0)):
+            with timed("checksum"):
                 check_ranks_agree(gpt, step)
         if args.save_every and (last or step % args.save_every == 0):
-            with stopwatch("checkpoint"):
+            with timed("checkpoint"):
                 path = log.path.with_suffix("") / f"state_step{step:06d}.pt"
                 save_checkpoint(path, step, gpt, optimizers, train_loader, args)
     val_loss = validate(args.num_iterations)
-    graphs, breaks = compile_counts()
-    log(f"compile: graphs:{graphs} graph_breaks:{breaks} recompiles:{graphs - graphs_before}")
-    log_summary(log, args, gpt, stopwatch, val_loss, device, world_size)
+    log_summary(log, args, train_loader.position, seconds, first_graphs, val_loss)
     return val_loss
 
 
 def main(args):
-    """Train a GPT as args say, in this process or in those torchrun started.
-
-    Returns the final validation loss. Raises ValueError or FileNotFoundError for a run that
-    cannot be, before it starts; FloatingPointError when the loss is no number any more.
-    """
+    """Train a GPT as args say, here or in torchrun's processes; return the last validation loss."""
     rank, world_size, device = place_in_world(args)
     train_loader, val_loader = open_data(args, rank, world_size, device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if world_size > 1 and not dist.is_initialized():
         from torch import _dynamo  # noqa: F401  imported later, it would hold the group past its end
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -1028,7 +894,6 @@ if __name__ == "__main__":
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         if traceback.extract_tb(error.__traceback__)[-1].filename != __file__:
             raise  # not one of this file's own sentences
-        if int(os.environ.get("RANK", 0)) > 0:
-            time.sleep(3)  # rank 0 says it; torchrun then ends this process
+        time.sleep(3 if int(os.environ.get("RANK", 0)) else 0)  # torchrun ends it: rank 0 says it
         print(f"train_gpt2.py: {error}", file=sys.stderr)
         sys.exit(1)

@@ -37,10 +37,10 @@ def worker(side, settings, pipe):
     targets = tokens[1:].view(args.batch_size, -1)
     if side == "ours":
         optimizers = train_gpt2.build_optimizers(gpt, args, 0, 1)
-        model = train_gpt2.prepare_model(gpt, args, 1, torch.device("cpu"))
+        gpt.compile(dynamic=False, fullgraph=True)
 
         def step():
-            return train_gpt2.train_step(model, optimizers, inputs, targets, 1.0, args)
+            return train_gpt2.train_step(gpt, optimizers, inputs, targets, 1.0, args)
     else:
         model = plain.PlainGPT(args)
         model.load_state_dict(gpt.state_dict())

@@ -234,7 +234,9 @@ def test_warm_up_leaves_no_trace(tiny):
     gpt, optimizers, args = tiny_model(tiny)
     before = {name: p.clone() for name, p in gpt.state_dict().items()}
     random_state = torch.get_rng_state()
-    warm_up(gpt, optimizers, args, 1, torch.device("cpu"))
+    loader = DistributedDataLoader(args.train_files, 12, 16, 0, 1, "cpu")
+    warm_up(gpt, optimizers, args, loader)
+    assert loader.position == 0 and loader.data_hash() == "0" * 16
     assert all(torch.equal(p, before[name]) for name, p in gpt.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not any(optimizer.state for optimizer in optimizers)
@@ -245,7 +247,7 @@ def test_validation_counts_exactly_val_tokens(tiny):
     gpt, _, args = tiny_model(tiny)
     tokens = train_gpt2.read_shard(args.val_files.replace("*", "0"), 0, args.val_tokens + 1)
     tokens = torch.from_numpy(tokens.astype("int64"))
-    with torch.no_grad(), train_gpt2.bf16_autocast("cpu"):
+    with torch.no_grad(), train_gpt2.bf16_autocast(torch.device("cpu")):
         expected = gpt(tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)).item()
     assert args.val_tokens // 16 == 19  # a prime number of sequences
     for batch_size in (1, 4, 19, 24):
