@@ -110,6 +110,7 @@ class Hyperparameters:
 AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "device_batch_size",
                 "sequence_length", "num_iterations", "val_tokens")
 LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express")}
+CHUNK_LOGITS = 2**26  # made at a time: 128 MB of bf16; more where that would be over 8 chunks
 
 # -----------------------------------------------------------------------------
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
@@ -193,12 +194,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     x: (N, C), weight: (V, C), both float32 or bfloat16; targets: (N,) int64. Returns a float32
     scalar. Products are in dtype, the loss and the sum of weight gradients in float32.
     """
-    CHUNK_LOGITS = 2**26  # 128 MB of bf16; more where that would make more than 8 chunks
 
     @staticmethod
     def forward(ctx, x, weight, targets, dtype, with_grad):
         x_low, weight_low, N = x.to(dtype), weight.to(dtype), x.size(0)
-        chunk = max(math.ceil(N / 8), min(N, LinearCrossEntropy.CHUNK_LOGITS // weight.size(0)))
+        chunk = max(math.ceil(N / 8), min(N, CHUNK_LOGITS // weight.size(0)))
         count = (targets != -1).sum().clamp(min=1)
         vocabulary = torch.arange(weight.size(0), device=x.device)
         loss, grad_x, grad_weight = torch.zeros((), device=x.device), [], 0.0
