@@ -1,0 +1,320 @@
+"""Time Muon's step against other implementations, over processes, and predict it for many GPUs.
+
+    python tests/bench_muon.py                 # ours, torch.optim.Muon, plain loops: one process
+    python tests/bench_muon.py --scaling       # one process of one thread against two; bytes sent
+    python tests/bench_muon.py --simulate [--tflops=200] [--gbytes=300] [--picture=FILE.png]
+
+Every contender runs in a process of its own; they take turns, and medians and the ratios of turns
+are printed. A contender that one probe shows to need over a minute a step is left out, with the
+estimate: on a CPU without bf16 products those that insist on bf16 do.
+"""
+
+import argparse
+import itertools
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from plain import PlainMuon
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt2
+from train_gpt2 import Muon, assign_by_cost
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def gpt2_shapes(n_layer, C):
+    return ([(C, C)] * 4 + [(4 * C, C), (C, 4 * C)]) * n_layer
+
+
+SETS = {"CPU record": gpt2_shapes(4, 128), "GPT-2 124M": gpt2_shapes(12, 768)}
+
+
+class AddmmMuon(PlainMuon):
+    """torch.optim.Muon's products (X X^T, then two addmm), a matrix at a time, in our dtype."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                momentum.mul_(group["momentum"]).add_(p.grad)
+                X = (p.grad + group["momentum"] * momentum).to(self.dtype)
+                X = X / (X.norm() + 1e-7)
+                X = X.T if p.size(0) > p.size(1) else X
+                for _ in range(5):
+                    A = X @ X.T
+                    B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
+                    X = torch.addmm(X, B, X, beta=3.4445)
+                X = X.T if p.size(0) > p.size(1) else X
+                p.sub_(group["lr"] * max(p.shape) ** 0.5 * X)
+
+
+def make(name, params):
+    dtype = train_gpt2.matmul_dtype(DEVICE)
+    if name == "ours":
+        return Muon(params, lr=1e-4)
+    if name == "torch.optim.Muon":
+        return torch.optim.Muon(params, lr=1e-4, weight_decay=0.0)
+    return (AddmmMuon if name == "its products" else PlainMuon)(params, lr=1e-4, dtype=dtype)
+
+
+CONTENDERS = ["ours", "torch.optim.Muon", "its products", "plain loop"]
+
+
+def parameters(shapes):
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for shape in shapes:
+        p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE))
+        p.grad = torch.randn(shape, generator=generator).to(DEVICE)
+        params.append(p)
+    return params
+
+
+def seconds_of(optimizer):
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    optimizer.step()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def memory():
+    """Peak bytes of this process."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def contender(name, shapes, pipe):
+    """Answer each request with a step's seconds, the last with bytes beyond weights and gradients.
+    """
+    probe = make(name, parameters([shapes[0]]))
+    seconds_of(probe)
+    flops = sum(min(s) ** 2 * (min(s) + 2 * max(s)) for s in shapes)
+    estimate = seconds_of(probe) * flops / (3 * shapes[0][0] ** 3)
+    if estimate > 60:
+        pipe.send(estimate)
+        return
+    params = parameters(shapes)
+    held = memory()
+    optimizer = make(name, params)
+    seconds_of(optimizer)
+    pipe.send(None)
+    while pipe.recv():
+        pipe.send(seconds_of(optimizer))
+    pipe.send(memory() - held)
+
+
+def start(target, *arguments):
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+    process.start()
+    return ours
+
+
+def compare(rounds):
+    names = [n for n in CONTENDERS if n != "torch.optim.Muon" or hasattr(torch.optim, "Muon")]
+    for title, shapes in SETS.items():
+        print(f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {torch.get_num_threads()} threads, "
+              f"products in {train_gpt2.matmul_dtype(DEVICE)} but torch.optim.Muon's, {rounds} rounds")
+        print(f"{'':18s} {'median ms':>10s} {'range':>17s} {'/ ours':>7s} {'range':>13s} {'MiB':>8s}")
+        pipes, times, absent = {}, {}, {}
+        for name in names:  # one after the other: probes must not disturb each other
+            pipes[name] = start(contender, name, shapes)
+            absent[name] = pipes[name].recv()
+        for _, name in itertools.product(range(rounds), names):
+            if absent[name] is None:
+                pipes[name].send(True)
+                times.setdefault(name, []).append(1000 * pipes[name].recv())
+        for name in names:
+            if absent[name] is not None:
+                print(f"{name:18s} left out: a step would take about {absent[name]:.0f} s")
+                continue
+            pipes[name].send(False)
+            ms, extra = times[name], pipes[name].recv() / 2**20
+            ratios = [t / ours for t, ours in zip(ms, times["ours"])]
+            print(f"{name:18s} {statistics.median(ms):10.1f} {min(ms):8.1f}-{max(ms):8.1f} "
+                  f"{statistics.median(ratios):7.2f} {min(ratios):6.2f}-{max(ratios):6.2f} "
+                  f"{extra:8.1f}")
+
+
+# ---------------------------------------------------------------------------
+# over processes
+
+
+def sent_bytes():
+    """Bytes that crossed the loopback interface so far (Linux)."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
+
+
+def ranks_main(rank, world_size, shapes, folder, pipe):
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank,
+                                world_size=world_size)  # fmt: skip
+    params = parameters(shapes)
+    muon = Muon(params, lr=1e-4, rank=rank, world_size=world_size)
+    every = torch.optim.SGD(params, lr=0.0)  # no owner: its gradients are all_reduced
+
+    def sync(optimizer):
+        begin = time.perf_counter()
+        train_gpt2.sync_gradients([optimizer])
+        return time.perf_counter() - begin
+
+    actions = {"step": lambda: seconds_of(muon), "reduce": lambda: sync(muon),
+               "all_reduce": lambda: sync(every)}
+    muon.step()
+    pipe.send(None)
+    while action := pipe.recv():
+        if world_size > 1:
+            dist.barrier()
+        pipe.send(actions[action]())
+
+
+def ask(team, action):
+    """Have every rank do it; return the slowest one's seconds and the bytes that travelled."""
+    before = sent_bytes()
+    for pipe in team:
+        pipe.send(action)
+    return max([pipe.recv() for pipe in team]), sent_bytes() - before
+
+
+def scaling(rounds):
+    for title, shapes in SETS.items():
+        numel = sum(m * n for m, n in shapes)
+        print(f"\n{title}: processes of one thread each, gloo, {rounds} rounds, "
+              f"products in {train_gpt2.matmul_dtype(DEVICE)}")
+        teams, times = {}, {}
+        for world_size in (1, 2):
+            folder = tempfile.mkdtemp()
+            teams[world_size] = [start(ranks_main, rank, world_size, shapes, folder)
+                                 for rank in range(world_size)]
+            for pipe in teams[world_size]:
+                pipe.recv()
+
+        sizes = {}
+        for _ in range(rounds):
+            for key in ((1, "step"), (2, "step"), (2, "reduce"), (2, "all_reduce")):
+                seconds, size = ask(teams[key[0]], key[1])
+                times.setdefault(key, []).append(1000 * seconds)
+                sizes.setdefault(key, []).append(size / 2**20 / key[0])
+        ratios = [one / two for one, two in zip(times[1, "step"], times[2, "step"])]
+        ring = numel / 2**20  # (W-1)/W = 1/2 of a buffer of 2 bytes a value, there and back
+        least = {(2, "step"): 2 * ring, (2, "reduce"): 2 * ring, (2, "all_reduce"): 4 * ring}
+        for key, ms in times.items():
+            line = f"{key[0]} x {key[1]:10s} median {statistics.median(ms):9.1f} ms"
+            if key in least:
+                line += (f", sent {statistics.median(sizes[key]):7.1f} MiB a rank, "
+                         f"the least {least[key]:7.1f}")
+            print(line)
+        print(f"one process / two: {statistics.median(ratios):.2f} "
+              f"({min(ratios):.2f}-{max(ratios):.2f})")
+
+
+# ---------------------------------------------------------------------------
+# many GPUs, by a model
+
+
+def our_cost(shape):
+    """Floating-point operations of five of our iterations on a matrix."""
+    m, n = sorted(shape)
+    return 8 * m * m * n + 28 * m**3 if n >= 2 * m else 5 * (4 * m * m * n + 2 * m**3)
+
+
+def predict(shapes, W, flops, bandwidth, latency):
+    """Milliseconds of a step: {method: time}."""
+    ring = (W - 1) / W / bandwidth
+    numel = sum(m * n for m, n in shapes)
+    trips = latency * (W > 1)
+
+    def busiest(owners):
+        loads = [0] * W
+        for shape, owner in zip(shapes, owners):
+            loads[owner] += our_cost(shape)
+        return max(loads) / flops
+
+    owners = assign_by_cost(shapes, [0] * W)
+    balanced = busiest(owners)
+    waiting = [sorted((s for s, o in zip(shapes, owners) if o == rank), key=lambda s: -s[0] * s[1])
+               for rank in range(W)]
+    computed, travelled = [0.0] * W, 0.0
+    for round_ in itertools.zip_longest(*waiting):
+        computed = [t + (our_cost(s) / flops if s else 0) for t, s in zip(computed, round_)]
+        size = sum(s[0] * s[1] for s in round_ if s)
+        travelled = max(travelled, max(computed)) + 2 * ring * 2 * size + trips
+    return {
+        "round robin": 1000 * (busiest(i % W for i in range(len(shapes)))
+                               + 2 * ring * 2 * numel + trips),
+        "balanced": 1000 * (balanced + 2 * ring * 2 * numel + trips),
+        "balanced, overlapped": 1000 * travelled,
+        "balanced, all_gather": 1000 * (balanced + ring * 2 * numel + trips),
+    }  # fmt: skip
+
+
+def measured_flops():
+    """FLOP/s of our step on the 124M set, on this device."""
+    muon = Muon(parameters(SETS["GPT-2 124M"]), lr=1e-4)
+    seconds_of(muon)
+    spent = statistics.median(seconds_of(muon) for _ in range(5))
+    return sum(map(our_cost, SETS["GPT-2 124M"])) / spent
+
+
+def simulate(tflops, gbytes, picture):
+    source = "stated, not measured"
+    if not tflops and DEVICE.type == "cuda":
+        tflops, source = measured_flops() / 1e12, "measured here"
+    tflops = tflops or 200.0
+    print(f"Muon's step on GPT-2 124M, predicted, ms. Newton-Schulz at {tflops:.0f} TFLOP/s "
+          f"({source}), all ranks send {gbytes:.0f} GB/s at once (stated), 20 us a collective.")
+    print("Left out: momentum and weight updates (a few passes over memory), launch times, and that\n"
+          "computing and sending share the memory. A round is one matrix a rank.")
+    counts = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    shapes = SETS["GPT-2 124M"]
+    rows = [predict(shapes, W, tflops * 1e12, gbytes * 1e9, 20e-6) for W in counts]
+    print(f"{'GPUs':>5s} " + " ".join(f"{name:>21s}" for name in rows[0]))
+    for W, row in zip(counts, rows):
+        print(f"{W:5d} " + " ".join(f"{ms:21.2f}" for ms in row.values()))
+    if picture:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        for name in rows[0]:
+            axes.plot(counts, [row[name] for row in rows], marker="o", markersize=3, label=name)
+        axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="ms a step, predicted")
+        axes.set_xticks(counts, counts)
+        axes.legend()
+        figure.savefig(picture, dpi=100)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--tflops", type=float)
+    parser.add_argument("--gbytes", type=float, default=300.0)
+    parser.add_argument("--picture")
+    options = parser.parse_args()
+    if options.simulate:
+        simulate(options.tflops, options.gbytes, options.picture)
+    elif options.scaling:
+        scaling(options.rounds)
+    else:
+        compare(options.rounds)
