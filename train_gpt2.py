@@ -729,7 +729,7 @@ def log_optimizers(log, gpt, optimizers, world_size):
         f"momentum MiB of each rank:{[round(n / 2**18, 1) for n in owned]}")
     # in float32 and bf16; a ring sends (W-1)/W of a buffer to reduce it, and again to spread it
     ring, head = 4 * (world_size - 1) / world_size / 2**20, gpt.lm_head.weight.numel()
-    log(f"sent MiB a step and rank: gradients:{ring * (2 * head + sum(owned)):.1f} "
+    log(f"sent MiB a step and rank, in rings: gradients:{ring * (2 * head + sum(owned)):.1f} "
         f"updates:{ring * sum(owned):.1f}")
 
 

@@ -127,9 +127,11 @@ def start(target, *arguments):
 def compare(rounds):
     names = [n for n in CONTENDERS if n != "torch.optim.Muon" or hasattr(torch.optim, "Muon")]
     for title, shapes in SETS.items():
-        print(f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {torch.get_num_threads()} threads, "
-              f"products in {train_gpt2.matmul_dtype(DEVICE)} but torch.optim.Muon's, {rounds} rounds")
-        print(f"{'':18s} {'median ms':>10s} {'range':>17s} {'/ ours':>7s} {'range':>13s} {'MiB':>8s}")
+        print(f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {torch.get_num_threads()} "
+              f"threads, {rounds} rounds; products in {train_gpt2.matmul_dtype(DEVICE)}, "
+              f"torch.optim.Muon's in torch.bfloat16")
+        print(f"{'':18s} {'median ms':>10s} {'range':>17s} {'/ ours':>7s} {'range':>13s}"
+              f" {'MiB':>8s}")
         pipes, times, absent = {}, {}, {}
         for name in names:  # one after the other: probes must not disturb each other
             pipes[name] = start(contender, name, shapes)
@@ -279,8 +281,8 @@ def simulate(tflops, gbytes, picture):
     tflops = tflops or 200.0
     print(f"Muon's step on GPT-2 124M, predicted, ms. Newton-Schulz at {tflops:.0f} TFLOP/s "
           f"({source}), all ranks send {gbytes:.0f} GB/s at once (stated), 20 us a collective.")
-    print("Left out: momentum and weight updates (a few passes over memory), launch times, and that\n"
-          "computing and sending share the memory. A round is one matrix a rank.")
+    print("Left out: momentum and weight updates (a few passes over memory), launch times, and\n"
+          "that computing and sending share the memory. A round is one matrix a rank.")
     counts = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
     shapes = SETS["GPT-2 124M"]
     rows = [predict(shapes, W, tflops * 1e12, gbytes * 1e9, 20e-6) for W in counts]
@@ -288,12 +290,10 @@ def simulate(tflops, gbytes, picture):
     for W, row in zip(counts, rows):
         print(f"{W:5d} " + " ".join(f"{ms:21.2f}" for ms in row.values()))
     if picture:
-        import matplotlib
+        from matplotlib.figure import Figure
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
         for name in rows[0]:
             axes.plot(counts, [row[name] for row in rows], marker="o", markersize=3, label=name)
         axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="ms a step, predicted")

@@ -303,6 +303,7 @@ def test_log_grammar_and_result(tiny, capsys):
         assert part in body
     assert re.search(r"2 x h\.\*\.mlp\.c_fc\.weight +\(64, 16\) +Muon +lr:0\.005", body)
     assert re.search(r"1 x wte\.weight +\(64, 16\) +AdamW +lr:0\.01", body)
+    assert "muon: slowest rank/mean cost:1.000 momentum MiB of each rank:[0.0]" in body
     assert re.search(r"setup:[\d.]+s compile:[\d.]+s validation:[\d.]+s train:[\d.]+s", body)
     bits = val_loss / 0.6931472 / 0.5
     assert f"result val_loss:{val_loss:.4f} bits_per_byte:{bits:.4f} target:3.28" in lines[-1]
@@ -321,6 +322,30 @@ def test_the_run_is_the_same_on_any_number_of_processes(tiny):
         for (step, loss, data_hash), (step_1, loss_1, data_hash_1) in zip(logs[processes], alone):
             assert (step, data_hash) == (step_1, data_hash_1)
             assert loss == pytest.approx(loss_1, abs=0.01)
+
+
+THREADS = """
+import os, sys
+import train_gpt2
+
+train_gpt2.main(train_gpt2.parse_args(sys.argv[1:]))
+tasks = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+sys.exit(any("gloo" in task for task in tasks))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="no /proc here")
+def test_the_process_group_ends_with_the_run(tiny, tmp_path):
+    """Its threads, still there at exit, now and then abort a process that has done its work."""
+    (tmp_path / "threads.py").write_text(THREADS)
+    settings = [f"--{name}={value}" for name, value in tiny.items()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, tmp_path / "threads.py", *settings],
+        capture_output=True, text=True, timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_micro_batches_change_neither_stream_nor_loss(tiny):
