@@ -78,7 +78,7 @@ class Hyperparameters:
     val_loss_every: int = 125  # steps; 0: only after the last step
     val_tokens: int = 10485760  # the first so many of val_files, at every evaluation
     target_val_loss: float = 3.28  # the last line says whether it was reached
-    checksum_every: int = 500  # steps between comparisons of the ranks' weights; 0: at the end
+    checksum_every: int = 500  # steps between comparisons of the ranks' weights; 0: first and last
     save_every: int = 0  # steps between checkpoints; 0: none
     log_dir: str = "logs"
     run_id: str = ""  # names log and checkpoints; empty: date, time and a few random digits
@@ -116,7 +116,7 @@ CHUNK_LOGITS = 2**26  # made at a time: 128 MB of bf16; more where that would be
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
 
 def matmul_dtype(device):
-    """Return bfloat16, or float32 for a CPU whose bf16 products would take 100 times as long."""
+    """Return bfloat16, or float32 for a CPU without bf16 instructions, far faster there."""
     bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if bf16 or device.type != "cpu" else torch.float32
 
@@ -275,12 +275,11 @@ def zeropower_via_newtonschulz5(G, steps=5, coefficients="quintic"):
     # the norm in float64: squares of 1e30 and of 1e-30 leave float32's range
     scale = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=torch.float64) + 1e-7
     X = (G.float() / scale.float()).to(matmul_dtype(G.device))
-    tall = G.size(-2) > G.size(-1)
-    X = X.mT if tall else X  # (m, n) with m <= n: A is then the smaller Gram matrix
+    X = X.mT if (tall := G.size(-2) > G.size(-1)) else X  # (m, n), m <= n: A is the smaller Gram
     wide = X.size(-1) >= 2 * X.size(-2)
     eye = torch.eye(X.size(-2), dtype=X.dtype, device=X.device)
     multiply_add = torch.addmm if G.ndim == 2 else torch.baddbmm
-    schedule, A, Q = NS_COEFFICIENTS[coefficients], None, None
+    schedule, A, Q = NS_COEFFICIENTS[coefficients], None, None  # Q: what X is yet to be given
     for i in range(steps):
         a, b, c = schedule[min(i, len(schedule) - 1)]
         A = X @ X.mT if Q is None else A
@@ -314,14 +313,14 @@ class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized by Newton-Schulz: for the matrices inside a network.
 
     Each parameter belongs to one rank, which alone keeps its momentum and computes its update from
-    the gradient there. In a round every rank computes a batch of updates; a round's all_reduce
-    travels during the next. Parameters are bit-identical on all ranks, and for every world_size.
+    its own p.grad. In a round every rank computes a batch of updates; a round's all_reduce travels
+    during the next. All ranks end with the same bits, for every world_size if gradients are equal.
     params: of at least 2 dimensions, (M, ...) taken as (M, N), else ValueError; "param_names" in a
     group names them. One without gradient, on all ranks, is left as it is.
     """
 
     # Small matrices are orthogonalized 4 at a time, zeros filling up: products of one shape give
-    # the same bits however many matrices a rank owns. Large ones gain nothing on a CPU.
+    # the same bits however many matrices a rank owns. Large ones gain nothing (measured on CPUs).
     BATCH, BATCH_NUMEL = 4, 2**18
 
     def __init__(self, params, lr, momentum=0.95, nesterov=True, ns_steps=5, rank=0, world_size=1,
@@ -340,7 +339,7 @@ class Muon(torch.optim.Optimizer):
             require(p.ndim > 1, f"Muon takes matrices, not a parameter of shape {tuple(p.shape)}")
         owners = assign_by_cost([p.flatten(1).shape for p in params], self.load)
         self.owner |= dict(zip(params, owners))
-        batches = [[] for _ in range(self.world_size)]  # of each rank: lists of one shape
+        batches = [[] for _ in range(self.world_size)]  # [rank][round]: parameters of one shape
         for p in sorted(params, key=lambda p: (-p.numel(), p.flatten(1).shape)):
             own = batches[self.owner[p]]
             if not own or own[-1][0].shape != p.shape or len(own[-1]) == self.batch_size(p):
@@ -397,17 +396,24 @@ class Muon(torch.optim.Optimizer):
 
     def check_gradients(self):
         """Raise FloatingPointError, on all ranks, for the first gradient that is not finite."""
-        named = [pair for group in self.param_groups for pair in zip(
-            group.get("param_names", range(len(group["params"]))), group["params"])]
+        count = itertools.count()  # stands for names that were not given
+        named = [pair for group in self.param_groups
+                 for pair in zip(group["params"], group.get("param_names", count))]
         finite = torch.stack([p.new_ones((), dtype=torch.bool) if p.grad is None
-                              else p.grad.isfinite().all() for _, p in named])
+                              else p.grad.isfinite().all() for p, _ in named])
         ranks = torch.where(finite, 0, self.world_size - self.rank)  # so that MAX finds the lowest
         if self.world_size > 1:
             dist.all_reduce(ranks, op=dist.ReduceOp.MAX)
-        for (name, p), found in zip(named, ranks.tolist()):
-            require(not found, f"the gradient of parameter {name}, {tuple(p.shape)}, is not finite "
-                    f"on rank {self.world_size - found}: lower the learning rates",
+        for (p, name), found in zip(named, ranks.tolist()):
+            require(not found, f"the gradient of parameter {name}, {tuple(p.shape)}, is not "
+                    f"finite, seen on rank {self.world_size - found}: lower the learning rates",
                     FloatingPointError)
+
+    def load_state_dict(self, state_dict):
+        """Load this rank's state_dict, or of a gathered one this rank's part."""
+        super().load_state_dict(state_dict)
+        for p in [p for p in self.state if self.owner[p] != self.rank]:
+            del self.state[p]
 
     def gathered_state_dict(self):
         """Return state_dict() with the momentum of all ranks; every rank must call it."""
@@ -558,10 +564,11 @@ def bf16_autocast(device):
 
 
 def sync_gradients(optimizers):
-    """Sum gradients over the ranks: of Muon's matrices for their owner alone, others for all."""
+    """Sum gradients over the ranks, Muon's for the owner alone: the others' are then undefined."""
     works = []
     for optimizer in optimizers if dist.is_initialized() else ():
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        for p in (p for p in params if p.grad is not None):
             owner = getattr(optimizer, "owner", {}).get(p)
             works.append(dist.all_reduce(p.grad, async_op=True) if owner is None
                          else dist.reduce(p.grad, dst=owner, async_op=True))
@@ -582,7 +589,7 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args):
         loss.backward()
         train_loss += loss.detach()
     sync_gradients(optimizers)
-    for optimizer in optimizers:
+    for optimizer in reversed(optimizers):  # Muon first: it refuses gradients before any change
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_scale
         optimizer.step()
@@ -593,8 +600,7 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args):
 @torch.no_grad()
 def evaluate(model, val_loader, val_tokens):
     """Return the mean loss over exactly the first val_tokens tokens, the same for all ranks."""
-    val_loader.position = 0
-    num_sequences = val_tokens // val_loader.sequence_length
+    val_loader.position, num_sequences = 0, val_tokens // val_loader.sequence_length
     rows = torch.arange(val_loader.batch_size, device=val_loader.device)
     rows = rows.chunk(val_loader.world_size)[val_loader.rank]  # this rank's, of each batch
     total = torch.zeros((), dtype=torch.float64, device=val_loader.device)
@@ -615,7 +621,7 @@ def divisors(n):
 
 
 def place_in_world(args):
-    """Return torchrun's (rank, world_size, device). ValueError for more processes than GPUs."""
+    """Return torchrun's (rank, world_size, device), set as the current one; ValueError: no GPU."""
     require(("RANK" in os.environ) == ("WORLD_SIZE" in os.environ),
             "only one of RANK and WORLD_SIZE is set: start with torchrun or unset it")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -680,21 +686,16 @@ class Log:
                 print(line, file=file, flush=True)
 
 
-def output_of(command):
-    """Return what a shell command prints, or 'unknown' where it fails."""
-    return subprocess.getoutput(f"({command}) 2> /dev/null || echo unknown")
-
-
 def log_header(log, args, gpt, optimizers, train_loader, val_loader):
     """Log what defines the run: source, settings, environment, batch, data, optimizers."""
     device, world_size = train_loader.device, train_loader.world_size
     log(Path(__file__).read_text(), show=False)
     for name, value in dataclasses.asdict(args).items():
         log(f"hyperparameter {name}={value!r}", show=False)
-    git = f"git -C '{Path(__file__).resolve().parent}'"
-    commit = output_of(f"{git} describe --always --dirty --exclude='*' --abbrev=40")
+    folder = Path(__file__).resolve().parent
+    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty --abbrev=40")
     name = (torch.cuda.get_device_name(device) if device.type == "cuda" else
-            output_of("grep -m1 'model name' /proc/cpuinfo"))
+            subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo"))
     log(f"log:{log.path} command:{' '.join(sys.argv)}")
     log(f"python:{platform.python_version()} torch:{torch.__version__} numpy:{np.__version__} "
         f"cuda:{torch.version.cuda} system:{platform.platform()} commit:{commit}")
@@ -734,7 +735,7 @@ def log_optimizers(log, gpt, optimizers, world_size):
 
 
 def check_ranks_agree(gpt, step):
-    """Raise RuntimeError unless all ranks hold the same bits in every parameter; all ranks call."""
+    """Raise RuntimeError if a parameter's sum of bits differs between ranks; all ranks call."""
     names, params = zip(*gpt.named_parameters())
     bits = torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in params])
     of_ranks = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
@@ -747,9 +748,8 @@ def check_ranks_agree(gpt, step):
 
 
 def warm_up(gpt, optimizers, args, train_loader):
-    """Run one training and one validation step on the first tokens, so that all is compiled.
-
-    Leaves no trace: rates are 0, the loader stays where it is, the optimizers' state is dropped.
+    """Compile all by one training and one validation step on the first tokens; leave no trace:
+    rates are 0, the loader stays where it is, the optimizers' state is dropped.
     """
     T, device = args.sequence_length, train_loader.device
     rows = min(args.batch_size // train_loader.world_size, 2 * args.device_batch_size)
@@ -758,7 +758,7 @@ def warm_up(gpt, optimizers, args, train_loader):
     try:
         train_step(gpt, optimizers, inputs, targets, 0.0, args)
         with torch.no_grad(), bf16_autocast(device):
-            gpt(inputs[: args.device_batch_size], targets[: args.device_batch_size])
+            gpt(inputs[: args.device_batch_size], targets[: args.device_batch_size]).item()
     except torch._dynamo.exc.TorchDynamoException as error:
         raise RuntimeError("torch.compile failed: install what the error above asks for (g++, "
                            "Python.h), or pass --compile=False") from error
@@ -835,7 +835,7 @@ def train(args, log, train_loader, val_loader):
         step += 1  # steps done
         log(progress(step, "train_loss", loss))
         last = step == args.num_iterations
-        if world_size > 1 and (last or (args.checksum_every and step % args.checksum_every == 0)):
+        if world_size > 1 and (step == 1 or last or step % (args.checksum_every or math.inf) == 0):
             with timed("checksum"):
                 check_ranks_agree(gpt, step)
         if args.save_every and (last or step % args.save_every == 0):

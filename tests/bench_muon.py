@@ -121,6 +121,7 @@ def start(target, *arguments):
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
     process.start()
+    theirs.close()  # so that a dead process is noticed
     return ours
 
 

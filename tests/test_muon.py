@@ -304,7 +304,7 @@ def spoiled_gradient(rank, world_size):
 def test_a_gradient_that_is_not_finite_stops_all_ranks_unchanged(world_size, tmp_path):
     for error, unchanged in run_ranks(spoiled_gradient, world_size, tmp_path / "ranks"):
         assert error.startswith(
-            f"the gradient of parameter 2, (16, 64), is not finite on rank {world_size - 1}: "
+            f"the gradient of parameter 2, (16, 64), is not finite, seen on rank {world_size - 1}"
         )
         assert unchanged
 
@@ -352,6 +352,8 @@ def two_halves(rank, world_size, saved=None):
         muon.load_state_dict(copy.deepcopy(saved[1]))
     set_gradients(params, int(bool(saved)))
     muon.step()
+    owned = {p for p, owner in muon.owner.items() if owner == rank}
+    assert set(muon.state) == owned, "momentum is only on its owner"
     return [p.detach().clone() for p in params], muon.gathered_state_dict()
 
 

@@ -368,7 +368,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tiny, monkeypatch):
     with pytest.raises(FloatingPointError, match=r"gradient of parameter h\.0\.attn\.c_q\.weight"):
         main(Hyperparameters(**{**tiny, **rates, "run_id": "nan"}))
     log = open(f"{tiny['log_dir']}/nan.txt").read()
-    assert re.search(r"failed: the gradient .* is not finite on rank 0: lower .*\n$", log)
+    assert re.search(r"failed: the gradient .* is not finite, seen on rank 0: lower .*\n$", log)
     monkeypatch.setattr(train_gpt2, "evaluate", lambda *arguments: float("nan"))
     with pytest.raises(FloatingPointError, match="val_loss is nan at step 0"):
         main(Hyperparameters(**tiny))
