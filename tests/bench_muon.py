@@ -1,7 +1,7 @@
 """Time Muon's step against other implementations, over processes, and predict it for many GPUs.
 
     python tests/bench_muon.py                 # ours, torch.optim.Muon, plain loops: one process
-    python tests/bench_muon.py --scaling       # one process of one thread against two; bytes sent
+    python tests/bench_muon.py --scaling [--processes=2]   # one thread each against one; bytes sent
     python tests/bench_muon.py --simulate [--tflops=200] [--gbytes=300] [--picture=FILE.png]
 
 Every contender runs in a process of its own; they take turns, and medians and the ratios of turns
@@ -187,6 +187,9 @@ def ranks_main(rank, world_size, shapes, folder, pipe):
         pipe.send(actions[action]())
 
 
+ACTIONS = ("step", "reduce", "all_reduce")  # Muon's step; gradients to their owners, or to all
+
+
 def ask(team, action):
     """Have every rank do it; return the slowest one's seconds and the bytes that travelled."""
     before = sent_bytes()
@@ -195,13 +198,13 @@ def ask(team, action):
     return max([pipe.recv() for pipe in team]), sent_bytes() - before
 
 
-def scaling(rounds):
+def scaling(rounds, processes):
     for title, shapes in SETS.items():
         numel = sum(m * n for m, n in shapes)
         print(f"\n{title}: processes of one thread each, gloo, {rounds} rounds, "
               f"products in {train_gpt2.matmul_dtype(DEVICE)}")
         teams, times = {}, {}
-        for world_size in (1, 2):
+        for world_size in (1, processes):
             folder = tempfile.mkdtemp()
             teams[world_size] = [start(ranks_main, rank, world_size, shapes, folder)
                                  for rank in range(world_size)]
@@ -210,20 +213,23 @@ def scaling(rounds):
 
         sizes = {}
         for _ in range(rounds):
-            for key in ((1, "step"), (2, "step"), (2, "reduce"), (2, "all_reduce")):
+            for key in ((1, "step"), *itertools.product([processes], ACTIONS)):
                 seconds, size = ask(teams[key[0]], key[1])
                 times.setdefault(key, []).append(1000 * seconds)
                 sizes.setdefault(key, []).append(size / 2**20 / key[0])
-        ratios = [one / two for one, two in zip(times[1, "step"], times[2, "step"])]
-        ring = numel / 2**20  # (W-1)/W = 1/2 of a buffer of 2 bytes a value, there and back
-        least = {(2, "step"): 2 * ring, (2, "reduce"): 2 * ring, (2, "all_reduce"): 4 * ring}
+        for pipe in itertools.chain(*teams.values()):
+            pipe.send(None)
+        ratios = [a / b for a, b in zip(times[1, "step"], times[processes, "step"])]
+        # a ring sends (W-1)/W of a buffer to reduce it, and as much again to spread the sum
+        ring = (processes - 1) / processes * numel / 2**20
+        bytes_a_value = {"step": 2 * 2, "reduce": 4, "all_reduce": 2 * 4}
         for key, ms in times.items():
             line = f"{key[0]} x {key[1]:10s} median {statistics.median(ms):9.1f} ms"
-            if key in least:
+            if key[0] > 1:
                 line += (f", sent {statistics.median(sizes[key]):7.1f} MiB a rank, "
-                         f"the least {least[key]:7.1f}")
+                         f"the least {ring * bytes_a_value[key[1]]:7.1f}")
             print(line)
-        print(f"one process / two: {statistics.median(ratios):.2f} "
+        print(f"step, one process / {processes}: {statistics.median(ratios):.2f} "
               f"({min(ratios):.2f}-{max(ratios):.2f})")
 
 
@@ -308,6 +314,7 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--tflops", type=float)
     parser.add_argument("--gbytes", type=float, default=300.0)
@@ -316,6 +323,6 @@ if __name__ == "__main__":
     if options.simulate:
         simulate(options.tflops, options.gbytes, options.picture)
     elif options.scaling:
-        scaling(options.rounds)
+        scaling(options.rounds, options.processes)
     else:
         compare(options.rounds)
