@@ -45,10 +45,11 @@ def worker(side, settings, pipe):
         model = plain.PlainGPT(args)
         model.load_state_dict(gpt.state_dict())
         del gpt
-        optimizers = plain.plain_optimizers(model, args)
+        dtype = train_gpt2.matmul_dtype(torch.device("cpu"))  # of both sides: that of the machine
+        optimizers = plain.plain_optimizers(model, args, dtype)
 
         def step():
-            return plain.plain_step(model, optimizers, inputs, targets)
+            return plain.plain_step(model, optimizers, inputs, targets, dtype)
 
     losses = [step().item() for _ in range(3)]  # compiles, allocates
     pipe.send(losses)
@@ -85,8 +86,9 @@ def main():
         pipe.send(False)
         memory[side] = pipe.recv()
     tokens = settings["batch_size"] * settings["sequence_length"]
-    print(f"\ntorch {torch.__version__}, {train_gpt2.device_name(torch.device('cpu'))}, "
-          f"{torch.get_num_threads()} threads, {platform.platform()}")  # fmt: skip
+    products = train_gpt2.matmul_dtype(torch.device("cpu"))
+    print(f"\ntorch {torch.__version__}, {torch.get_num_threads()} threads, "
+          f"products in {products}, {platform.platform()}")  # fmt: skip
     print(f"{settings}\n{ROUNDS} rounds of {STEPS} steps a side, in turn\n")
     print("side   ms/step (median, min..max)    tokens/s   peak memory")
     for side, times in seconds.items():

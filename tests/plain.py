@@ -100,7 +100,7 @@ class PlainMuon(torch.optim.Optimizer):
                 p.sub_(group["lr"] * max(p.shape) ** 0.5 * update)
 
 
-def plain_optimizers(model, args):
+def plain_optimizers(model, args, dtype=torch.bfloat16):
     """AdamW for the embedding, Muon for the blocks, at the rates of args."""
     adamw = torch.optim.AdamW(
         model.lm_head.parameters(),
@@ -108,12 +108,13 @@ def plain_optimizers(model, args):
         betas=(0.9, 0.95),
         weight_decay=args.weight_decay,
     )
-    return [adamw, PlainMuon(model.h.parameters(), args.muon_learning_rate, args.muon_momentum)]
+    muon = PlainMuon(model.h.parameters(), args.muon_learning_rate, args.muon_momentum, dtype)
+    return [adamw, muon]
 
 
-def plain_step(model, optimizers, inputs, targets):
-    """One step on one batch, under bf16 autocast; return the loss."""
-    with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+def plain_step(model, optimizers, inputs, targets, dtype=torch.bfloat16):
+    """One step on one batch, under autocast if dtype is bf16; return the loss."""
+    with torch.autocast(inputs.device.type, torch.bfloat16, dtype == torch.bfloat16):
         loss = model(inputs, targets)
     loss.backward()
     for optimizer in optimizers:
