@@ -37,24 +37,20 @@ def gpt2_shapes(n_layer, C):
 SETS = {"CPU record": gpt2_shapes(4, 128), "GPT-2 124M": gpt2_shapes(12, 768)}
 
 
-class AddmmMuon(PlainMuon):
-    """torch.optim.Muon's products (X X^T, then two addmm), a matrix at a time, in our dtype."""
+def addmm_newton_schulz(G, dtype):
+    """torch.optim.Muon's products: X X^T, then two addmm."""
+    X = G.to(dtype)
+    X = X / (X.norm() + 1e-7)
+    X = X.T if G.size(0) > G.size(1) else X
+    for _ in range(5):
+        A = X @ X.T
+        B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
+        X = torch.addmm(X, B, X, beta=3.4445)
+    return X.T if G.size(0) > G.size(1) else X
 
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                momentum.mul_(group["momentum"]).add_(p.grad)
-                X = (p.grad + group["momentum"] * momentum).to(self.dtype)
-                X = X / (X.norm() + 1e-7)
-                X = X.T if p.size(0) > p.size(1) else X
-                for _ in range(5):
-                    A = X @ X.T
-                    B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
-                    X = torch.addmm(X, B, X, beta=3.4445)
-                X = X.T if p.size(0) > p.size(1) else X
-                p.sub_(group["lr"] * max(p.shape) ** 0.5 * X)
+
+class AddmmMuon(PlainMuon):
+    newton_schulz = staticmethod(addmm_newton_schulz)
 
 
 def make(name, params):

@@ -85,6 +85,8 @@ def plain_newton_schulz(G, steps=5, dtype=torch.bfloat16, coefficients="quintic"
 
 
 class PlainMuon(torch.optim.Optimizer):
+    newton_schulz = staticmethod(plain_newton_schulz)
+
     def __init__(self, params, lr, momentum=0.95, dtype=torch.bfloat16):
         super().__init__(params, {"lr": lr, "momentum": momentum})
         self.dtype = dtype
@@ -96,7 +98,7 @@ class PlainMuon(torch.optim.Optimizer):
                 momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 momentum.mul_(group["momentum"]).add_(p.grad)
                 update = p.grad + group["momentum"] * momentum
-                update = plain_newton_schulz(update, dtype=self.dtype)
+                update = self.newton_schulz(update, dtype=self.dtype)
                 p.sub_(group["lr"] * max(p.shape) ** 0.5 * update)
 
 
