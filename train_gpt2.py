@@ -6,7 +6,6 @@
 The defaults are those of record 7 of the public NanoGPT speedrun (October 2024): 12.0 minutes on
 8xH100, loss 3.2755 (n=1, its own log); not run on a GPU here yet. On 2 CPU cores, `bash run.sh`
 trains 0.8M parameters on bytes to a loss of 1.2935 (n=5) in 4 minutes: records/.
-
 In order: Hyperparameters; model (GPT); optimizer (Muon); data (DistributedDataLoader); training
 (one step, one evaluation); run (set-up, log, main).
 Shapes: B sequences, T tokens in a sequence, C = n_embd, V = vocab_size, H = n_head, D = C // H.
@@ -35,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 
 def require(condition, sentence, error=ValueError):
@@ -42,10 +42,8 @@ def require(condition, sentence, error=ValueError):
     if not condition:
         raise error(sentence)
 
-
 # -----------------------------------------------------------------------------
 # Hyperparameters: edit here, or give any of them as --field=value
-
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
     """Everything that defines a run. Raises ValueError for values no run could have."""
@@ -110,11 +108,13 @@ class Hyperparameters:
 AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "device_batch_size",
                 "sequence_length", "num_iterations", "val_tokens")
 LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express")}
+# dense bf16 FLOP/s by the device's name; source: the vendor's data sheets
+PEAK_FLOPS = {"NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
+              "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 CHUNK_LOGITS = 2**26  # made at a time: 128 MB of bf16; more where that would be over 8 chunks
 
 # -----------------------------------------------------------------------------
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
-
 def matmul_dtype(device):
     """Return bfloat16, or float32 for a CPU without bf16 instructions, far faster there."""
     bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -251,10 +251,8 @@ class GPT(nn.Module):
         return LinearCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(),
                                         dtype, torch.is_grad_enabled())
 
-
 # -----------------------------------------------------------------------------
 # Optimizer: Muon, its Newton-Schulz work sharded over the ranks
-
 NS_COEFFICIENTS = {  # (a, b, c) of X <- a X + b A X + c A^2 X, A = X X^T; the last is repeated
     # slope at 0 as steep as a stable quintic allows: https://kellerjordan.github.io/posts/muon/
     "quintic": ((3.4445, -4.7750, 2.0315),),
@@ -318,7 +316,6 @@ class Muon(torch.optim.Optimizer):
     params: of at least 2 dimensions, (M, ...) taken as (M, N), else ValueError; "param_names" in a
     group names them. One without gradient, on all ranks, is left as it is.
     """
-
     # Small matrices are orthogonalized 4 at a time, zeros filling up: products of one shape give
     # the same bits however many matrices a rank owns. Large ones gain nothing (measured on CPUs).
     BATCH, BATCH_NUMEL = 4, 2**18
@@ -425,10 +422,8 @@ class Muon(torch.optim.Optimizer):
             gathered["state"][i] = {"momentum_buffer": momentum}
         return gathered
 
-
 # -----------------------------------------------------------------------------
 # Data: shards of tokens, read as one stream
-
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 SHARD_HEADER = 256  # int32 values: magic, version, token count, zeros; then uint16 tokens
 
@@ -524,10 +519,8 @@ class DistributedDataLoader:
         high, low = sum_over_ranks(torch.tensor([high, low], device=self.device)).tolist()
         return f"{(high * 2**32 + low) % 2**64:016x}"
 
-
 # -----------------------------------------------------------------------------
 # Training: the learning rate, one step, one evaluation
-
 def lr_multiplier(step, args):
     """Return the factor on all learning rates at `step`: linear rise, constant, linear fall."""
     rise = (step + 1) / max(1, args.warmup_iters)
@@ -611,10 +604,8 @@ def evaluate(model, val_loader, val_tokens):
             total += model(inputs, targets).double() * (targets != -1).sum()
     return float(sum_over_ranks(total)) / val_tokens
 
-
 # -----------------------------------------------------------------------------
 # Run: processes, data plan, log, checkpoint, main
-
 def divisors(n):
     """Return the divisors of n in rising order, for messages that list legal values."""
     return [i for i in range(1, n + 1) if n % i == 0]
@@ -679,11 +670,15 @@ class Log:
                     f"{self.path} exists: move it away or pass another --run_id")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "x", buffering=1)
+        off = rank > 0 or not sys.stderr.isatty()
+        self.bar = tqdm(total=args.num_iterations, unit="step", disable=off)
 
     def __call__(self, line, show=True):
-        for file in (self.file, sys.stdout) if show else (self.file,):
-            if self.file:
-                print(line, file=file, flush=True)
+        if self.file:
+            print(line, file=self.file)
+            if show:
+                tqdm.write(line)  # above the progress bar, where there is one
+                sys.stdout.flush()
 
 
 def log_header(log, args, gpt, optimizers, train_loader, val_loader):
@@ -694,11 +689,14 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
         log(f"hyperparameter {name}={value!r}", show=False)
     folder = Path(__file__).resolve().parent
     commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty --abbrev=40")
-    name = (torch.cuda.get_device_name(device) if device.type == "cuda" else
-            subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo"))
+    name, driver = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo"), None
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        query = "nvidia-smi -i 0 --query-gpu=driver_version --format=csv,noheader"
+        driver = subprocess.getoutput(query)
     log(f"log:{log.path} command:{' '.join(sys.argv)}")
     log(f"python:{platform.python_version()} torch:{torch.__version__} numpy:{np.__version__} "
-        f"cuda:{torch.version.cuda} system:{platform.platform()} commit:{commit}")
+        f"cuda:{torch.version.cuda} driver:{driver} system:{platform.platform()} commit:{commit}")
     log(f"device:{name.split(': ')[-1]} processes:{world_size} threads:{torch.get_num_threads()} "
         f"products:{matmul_dtype(device)}")
     taken = val_loader.batch_size  # sequences, by all processes at a time
@@ -778,7 +776,7 @@ def save_checkpoint(path, step, gpt, optimizers, train_loader, args):
         os.replace(path.with_suffix(".partial"), path)  # whole under its final name
 
 
-def log_summary(log, args, tokens, seconds, first_graphs, val_loss):
+def log_summary(log, args, gpt, train_loader, seconds, first_graphs, val_loss):
     """Log seconds of each phase, compilations, speed, this process's peak memory, the result."""
     log(" ".join(f"{phase}:{spent:.1f}s" for phase, spent in seconds.items()))
     counters = torch._dynamo.utils.counters
@@ -786,7 +784,13 @@ def log_summary(log, args, tokens, seconds, first_graphs, val_loss):
     log(f"compile: graphs:{graphs} graph_breaks:{breaks} recompiles:{graphs - first_graphs}")
     peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_initialized() else (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
-    log(f"tokens/s:{tokens / seconds['train']:.0f} peak_memory:{peak:.0f}MiB")
+    rate, device = train_loader.position / seconds["train"], train_loader.device
+    line = f"tokens/s:{rate:.0f} peak_memory:{peak:.0f}MiB"
+    if device.type == "cuda" and (most := PEAK_FLOPS.get(torch.cuda.get_device_name(device))):
+        flops = 6 * sum(p.numel() for p in gpt.parameters())  # a token; attention: all T positions
+        flops += 12 * args.n_layer * args.n_embd * args.sequence_length
+        line += f" mfu:{flops * rate / (most * train_loader.world_size):.1%}"
+    log(line)
     bits = val_loss / math.log(2) / (args.bytes_per_token or math.inf)
     log(f"result val_loss:{val_loss:.4f} {f'bits_per_byte:{bits:.4f} ' if bits else ''}target:"
         f"{args.target_val_loss} {'reached' if val_loss <= args.target_val_loss else 'missed'}")
@@ -801,7 +805,6 @@ def train(args, log, train_loader, val_loader):
         start = time.perf_counter()
         yield
         seconds[phase] += time.perf_counter() - start
-
     with timed("setup"):
         torch.manual_seed(args.seed)
         gpt = GPT(args).to(device)
@@ -812,20 +815,17 @@ def train(args, log, train_loader, val_loader):
     with timed("compile"):
         warm_up(gpt, optimizers, args, train_loader)
     first_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
     def progress(step, name, loss):
         require(math.isfinite(loss), f"{name} is {loss} at step {step}: lower the learning rates",
                 FloatingPointError)
         train_ms = 1000 * seconds["train"]
         return (f"step:{step}/{args.num_iterations} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
                 f"step_avg:{train_ms / max(step, 1):.2f}ms")
-
     def validate(step):
         with timed("validation"):
             loss = evaluate(gpt, val_loader, args.val_tokens)
         log(f"{progress(step, 'val_loss', loss)} data_hash:{train_loader.data_hash()}")
         return loss
-
     for step in range(args.num_iterations):
         if args.val_loss_every and step % args.val_loss_every == 0:
             validate(step)
@@ -833,7 +833,9 @@ def train(args, log, train_loader, val_loader):
             loss = train_step(gpt, optimizers, *train_loader.next_batch(),
                               lr_multiplier(step, args), args).item()
         step += 1  # steps done
-        log(progress(step, "train_loss", loss))
+        log(progress(step, "train_loss", loss), show=log.bar.disable)
+        log.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        log.bar.update()
         last = step == args.num_iterations
         if world_size > 1 and (step == 1 or last or step % (args.checksum_every or math.inf) == 0):
             with timed("checksum"):
@@ -843,7 +845,7 @@ def train(args, log, train_loader, val_loader):
                 path = log.path.with_suffix("") / f"state_step{step:06d}.pt"
                 save_checkpoint(path, step, gpt, optimizers, train_loader, args)
     val_loss = validate(args.num_iterations)
-    log_summary(log, args, train_loader.position, seconds, first_graphs, val_loss)
+    log_summary(log, args, gpt, train_loader, seconds, first_graphs, val_loss)
     return val_loss
 
 
@@ -870,8 +872,7 @@ def parse_args(argv):
     fields = {field.name: field for field in dataclasses.fields(Hyperparameters)}
     if "--help" in argv or "-h" in argv:
         print(__doc__)
-        for name, field in fields.items():
-            print(f"  --{name}={field.default!r} ({field.type.__name__})")
+        print(*(f"  --{n}={f.default!r} ({f.type.__name__})" for n, f in fields.items()), sep="\n")
         sys.exit(0)
     values = {}
     for argument in argv:
@@ -895,5 +896,4 @@ if __name__ == "__main__":
         if traceback.extract_tb(error.__traceback__)[-1].filename != __file__:
             raise  # not one of this file's own sentences
         time.sleep(3 if int(os.environ.get("RANK", 0)) else 0)  # torchrun ends it: rank 0 says it
-        print(f"train_gpt2.py: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"train_gpt2.py: {error}")  # to stderr, exit status 1
