@@ -6,11 +6,11 @@
 The defaults are those of record 7 of the public NanoGPT speedrun (October 2024): 12.0 minutes on
 8xH100, loss 3.2755 (n=1, its own log); not run on a GPU here yet. On 2 CPU cores, `bash run.sh`
 trains 0.8M parameters on bytes to a loss of 1.2935 (n=5) in 4 minutes: records/.
-In order: Hyperparameters; model (GPT); optimizer (Muon); data (DistributedDataLoader); training
-(one step, one evaluation); run (set-up, log, main).
+In order: Hyperparameters, model, optimizer, data, training (a step, an evaluation), run (main).
 Shapes: B sequences, T tokens in a sequence, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import difflib
@@ -27,6 +27,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -87,23 +88,19 @@ class Hyperparameters:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             name, kind, value = field.name, field.type, getattr(self, field.name)
-            least = 1 if name in AT_LEAST_ONE else 0
+            least, legal = int(name in AT_LEAST_ONE), LEGAL.get(name, [value])
             require(type(value) is kind or (type(value), kind) == (int, float),
                     f"{name}={value!r} must be of type {kind.__name__}")
             require(kind not in (int, float) or least <= value < math.inf,
                     f"{name}={value} must be a number of at least {least}")
-            require(value in LEGAL.get(name, [value]),
-                    f"{name}={value!r} must be one of {LEGAL.get(name)}")
-        for fits, sentence in (
-            (self.vocab_size <= 65536, f"vocab_size={self.vocab_size} must be at most 65536"),
-            (self.n_embd % (2 * self.n_head) == 0,
-             f"n_embd={self.n_embd} must be a multiple of 2 * n_head={2 * self.n_head}"),
-            (self.seed < 2**63, f"seed={self.seed} must be below 2**63"),
-            (self.muon_momentum < 1, f"muon_momentum={self.muon_momentum} must be below 1"),
-            (self.warmup_iters <= self.num_iterations,
-             f"warmup_iters={self.warmup_iters} must be at most {self.num_iterations}, all steps")):
-            require(fits, sentence)
-
+            require(value in legal, f"{name}={value!r} must be one of {legal}")
+        require(self.vocab_size <= 65536, f"vocab_size={self.vocab_size} must be at most 65536")
+        require(self.seed < 2**63, f"seed={self.seed} must be below 2**63")
+        require(self.muon_momentum < 1, f"muon_momentum={self.muon_momentum} must be below 1")
+        require(self.n_embd % (2 * self.n_head) == 0,
+                f"n_embd={self.n_embd} must be a multiple of 2 * n_head={2 * self.n_head}")
+        require(self.warmup_iters <= self.num_iterations,
+                f"warmup_iters={self.warmup_iters} must be at most {self.num_iterations} steps")
 
 AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "device_batch_size",
                 "sequence_length", "num_iterations", "val_tokens")
@@ -120,11 +117,9 @@ def matmul_dtype(device):
     bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if bf16 or device.type != "cpu" else torch.float32
 
-
 def norm(x):
     """RMSNorm over the last dimension, without gain; float32's eps whatever the dtype of x."""
     return F.rms_norm(x, (x.size(-1),), eps=torch.finfo(torch.float32).eps)
-
 
 class Rotary(nn.Module):
     """Rotary positions, half-split: i turns with i + D/2. https://arxiv.org/abs/2104.09864"""
@@ -142,7 +137,6 @@ class Rotary(nn.Module):
         x1, x2 = x.chunk(2, dim=-1)
         return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x)
 
-
 class CausalSelfAttention(nn.Module):
     def __init__(self, args):
         super().__init__()
@@ -158,11 +152,9 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):  # (B, T, C)
         B, T, C = x.shape
         q, k, v = (c(x).view(B, T, self.n_head, -1) for c in (self.c_q, self.c_k, self.c_v))
-        q, k = self.rotary(norm(q)), self.rotary(norm(k))
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        heads = (x.transpose(1, 2) for x in (self.rotary(norm(q)), self.rotary(norm(k)), v))
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)  # (B, H, T, D)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
-
 
 class MLP(nn.Module):
     def __init__(self, args):
@@ -174,7 +166,6 @@ class MLP(nn.Module):
     def forward(self, x):  # (B, T, C)
         return self.c_proj(F.relu(self.c_fc(x)).square())  # https://arxiv.org/abs/2109.08668
 
-
 class Block(nn.Module):
     def __init__(self, args):
         super().__init__()
@@ -184,7 +175,6 @@ class Block(nn.Module):
     def forward(self, x):  # (B, T, C)
         x = x + self.attn(norm(x))
         return x + self.mlp(norm(x))
-
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Mean of cross_entropy(x @ weight.T, targets) over the targets that are not -1.
@@ -220,7 +210,6 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_x, grad_weight = ctx.saved_tensors
         return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
-
 
 class GPT(nn.Module):
     """GPT-2 with tied embedding and head. Weights are float32; run it under autocast for bf16."""
@@ -262,7 +251,6 @@ NS_COEFFICIENTS = {  # (a, b, c) of X <- a X + b A X + c A^2 X, A = X X^T; the l
         (4.042930, -2.808917, 0.500018), (3.891668, -2.772484, 0.506065),
         (3.285754, -2.368129, 0.464490), (2.346541, -1.709783, 0.423236))}
 
-
 def zeropower_via_newtonschulz5(G, steps=5, coefficients="quintic"):
     """Orthogonalize G = U S V^T: return about U V^T, bf16; singular values near 1, not exact.
 
@@ -292,12 +280,11 @@ def zeropower_via_newtonschulz5(G, steps=5, coefficients="quintic"):
             X, Q = Q @ X, None
     return (X.mT if tall else X).bfloat16()
 
-
 def assign_by_cost(shapes, load):
-    """Return the rank that owns each matrix: the dearest first, each to the rank with least load.
+    """Return the rank that owns each (M, N) matrix: the dearest first, each to the least loaded.
 
-    shapes: (M, N); load: the cost of each rank, updated; a plain iteration on M <= N costs
-    M^3 + 2 M^2 N. Source: longest processing time first, https://doi.org/10.1137/0117039
+    load: the cost of each rank, updated; an iteration on M <= N costs M^3 + 2 M^2 N. Source:
+    longest processing time first, https://doi.org/10.1137/0117039
     """
     costs = [min(shape) ** 2 * (min(shape) + 2 * max(shape)) for shape in shapes]
     owners = [0] * len(shapes)
@@ -305,7 +292,6 @@ def assign_by_cost(shapes, load):
         owners[i] = load.index(min(load))
         load[owners[i]] += costs[i]
     return owners
-
 
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized by Newton-Schulz: for the matrices inside a network.
@@ -427,39 +413,28 @@ class Muon(torch.optim.Optimizer):
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 SHARD_HEADER = 256  # int32 values: magic, version, token count, zeros; then uint16 tokens
 
-
 def shard_size(path):
     """Return the number of tokens in a shard. Raises ValueError if it is not a whole shard."""
-    try:
-        header = np.fromfile(path, dtype=np.int32, count=SHARD_HEADER)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-    require(len(header) == SHARD_HEADER and tuple(header[:2]) == (SHARD_MAGIC, SHARD_VERSION),
-            f"{path} is not a shard of tokens (magic {SHARD_MAGIC}, version {SHARD_VERSION}): "
-            f"make shards with data/fineweb.py or data/pack.py")
-    found, tokens = os.path.getsize(path), int(header[2])
-    expected = 4 * SHARD_HEADER + 2 * tokens
+    require(os.path.isfile(path) and os.access(path, os.R_OK),  # opening a pipe would hang
+            f"cannot read {path}: give the names of readable files")
+    header, found = np.fromfile(path, np.int32, SHARD_HEADER), os.path.getsize(path)
+    require(len(header) == SHARD_HEADER and tuple(header[:2]) == (SHARD_MAGIC, SHARD_VERSION)
+            and not header[3:].any(),
+            f"{path} is no shard of tokens: make one with data/fineweb.py or data/pack.py")
+    tokens, expected = int(header[2]), 4 * SHARD_HEADER + 2 * int(header[2])
     require(tokens > 0 and found == expected,
-            f"{path} is damaged: {found:,} bytes, but its header promises {tokens:,} tokens, "
-            f"{expected:,} bytes; delete it and fetch or pack it again")
+            f"{path} is damaged: {found:,} bytes, not the {expected:,} of {tokens:,} tokens, which "
+            f"its header names; fetch or pack it again")
     return tokens
-
-
-def read_shard(path, start, count):
-    """Return tokens start .. start + count of a shard, (count,) uint16."""
-    tokens = np.fromfile(path, np.uint16, count, offset=4 * SHARD_HEADER + 2 * start)
-    require(len(tokens) == count, f"{path} became shorter in use: {len(tokens)} of {count} tokens")
-    return tokens
-
 
 class DistributedDataLoader:
-    """The batches of a run: consecutive windows of all shards laid end to end.
+    """The batches of a run: consecutive windows of all shards laid end to end, made in a thread.
 
     Step k reads tokens [k*B*T, (k+1)*B*T], of which rank r takes the r-th equal part: the stream
     does not depend on world_size. The last token is a target only, and the next first input.
-    pattern: glob of shards, in the order of their names; batch_size: sequences a step, all ranks.
-    Raises FileNotFoundError without shards, ValueError for damaged ones, a batch_size world_size
-    does not divide, ids >= vocab_size, and tokens that run out (unless allow_repeat).
+    pattern: glob of shards, sorted by name; batch_size: sequences a step, all ranks. Raises
+    FileNotFoundError without shards, ValueError for damaged or changed ones, a batch_size
+    world_size does not divide, ids >= vocab_size, and tokens that run out (unless allow_repeat).
     """
 
     def __init__(self, pattern, batch_size, sequence_length, rank, world_size, device,
@@ -473,45 +448,77 @@ class DistributedDataLoader:
                 FileNotFoundError)
         self.pattern, self.allow_repeat, self.vocab_size = pattern, allow_repeat, vocab_size
         self.batch_size, self.sequence_length = batch_size, sequence_length
+        self.window = batch_size * sequence_length  # tokens a step, of all ranks
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.sizes = [shard_size(path) for path in self.paths]
+        self.times = [os.stat(path).st_mtime_ns for path in self.paths]  # of the last change
         self.ends = np.cumsum(self.sizes).tolist()  # of the shards, in tokens of the stream
         self.total_tokens = self.ends[-1]
         self.position, self.hash_sum = 0, 0  # next token of the stream; of this rank's sequences
+        self.mapped = None, None  # a shard and its tokens
+        self.ready, self.coming = [], (None, None)  # batches; where the next start, their future
+        self.thread = ThreadPoolExecutor(1)
+        odd = np.random.RandomState(0).randint(2**63, size=sequence_length + 1, dtype=np.uint64)
+        self.odd = 2 * odd + 1  # the hash's factors: odd, so that no single change is missed
 
     def read(self, start, count):
-        """Return tokens start .. start + count of the stream, (count,) uint16."""
+        """Return tokens start .. start + count of the stream, (count,) uint16, perhaps mapped."""
         require(start + count <= self.total_tokens or self.allow_repeat,
-                f"{self.pattern!r} holds {self.total_tokens:,} tokens, but token {start + count:,} "
-                f"is wanted: add shards or pass --allow_repeat=True")
+                f"{self.pattern!r} ends after {self.total_tokens:,} tokens: add shards or pass "
+                f"--allow_repeat=True")
         parts = []
         while count:
             start %= self.total_tokens
-            i = int(np.searchsorted(self.ends, start, side="right"))
-            part = min(count, self.ends[i] - start)
-            parts.append(read_shard(self.paths[i], start - self.ends[i] + self.sizes[i], part))
-            start, count = start + part, count - part
-        tokens = np.concatenate(parts)
-        require(tokens.max() < self.vocab_size,
-                f"{self.pattern!r} holds the token id {tokens.max()}, but vocab_size="
-                f"{self.vocab_size}: take the one the shards were made with")
-        return tokens
+            i = bisect.bisect_right(self.ends, start)
+            path, first = self.paths[i], start - self.ends[i] + self.sizes[i]
+            # asked at each use: reading the map of a file cut short would kill without a word
+            require(os.path.exists(path) and os.stat(path).st_mtime_ns == self.times[i],
+                    f"{path} changed or vanished while in use: restore it and start again")
+            if self.mapped[0] != i:
+                tokens = np.memmap(path, np.uint16, "r", offset=4 * SHARD_HEADER)
+                self.mapped = i, tokens.view(np.ndarray)
+            parts.append(self.mapped[1][first : first + count])
+            require((most := parts[-1].max()) < self.vocab_size,
+                    f"{path} holds the token id {most}, but vocab_size={self.vocab_size}: take the "
+                    f"one of its encoding")
+            start, count = start + len(parts[-1]), count - len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def prepare(self, start, most=8):
+        """Return a list of (start, ids, hash) of `most` batches, fewer where the tokens end."""
+        left = most if self.allow_repeat else (self.total_tokens - 1 - start) // self.window
+        starts = [start + i * self.window for i in range(max(1, min(most, left)))]
+        local = self.window // self.world_size  # tokens of this rank
+        tokens = np.empty((len(starts), local + 4), np.uint16)[:, : local + 1]  # rows lie aligned
+        for row, start in zip(tokens, starts):
+            row[:] = self.read(start + self.rank * local, local + 1)
+        places = [(start + self.rank * local) // self.sequence_length for start in starts]
+        ids = torch.from_numpy(tokens)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread; pinning needs it
+            ids = ids.long().pin_memory()
+        return list(zip(starts, ids, self.hash_sequences(tokens, places).tolist()))
+
+    def hash_sequences(self, tokens, places):
+        """Return for rows of n sequences and a token, the first at places, their hashes, uint64."""
+        T, size = self.sequence_length, math.gcd(self.sequence_length, 4)  # tokens taken as one
+        words = tokens[:, :-1].view(f"u{2 * size}").reshape(len(tokens), -1, T // size)
+        sums = words @ self.odd[: T // size] + (tokens[:, T::T] + np.uint64(1)) * self.odd[-1]
+        places = np.add.outer(places, np.arange(sums.shape[1])).astype(np.uint64)
+        return (sums * (2 * places + 1)).sum(axis=1)
 
     def next_batch(self):
         """Return (inputs, targets), each (batch_size // world_size, T) int64 on `device`."""
-        T = self.sequence_length
-        local = self.batch_size // self.world_size * T  # tokens a step and rank
-        start = self.position + self.rank * local
-        tokens = self.read(start, local + 1)
-        self.position += self.batch_size * T
-        for i in range(0, local, T):  # the key, a sequence's place in the stream: order counts
-            key = ((start + i) // T).to_bytes(8, "little")
-            digest = hashlib.blake2b(tokens[i : i + T + 1], digest_size=8, key=key).digest()
-            self.hash_sum += int.from_bytes(digest, "little")
-        tokens = torch.from_numpy(tokens.astype(np.int64))
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
-        return tokens[:-1].view(-1, T), tokens[1:].view(-1, T)
+        if not self.ready or self.ready[0][0] != self.position:
+            if self.coming[0] != self.position:  # the first, or moved by load_state_dict
+                self.coming = self.position, self.thread.submit(self.prepare, self.position)
+            self.ready = self.coming[1].result()
+            start = self.position + len(self.ready) * self.window
+            self.coming = start, self.thread.submit(self.prepare, start)
+        _, ids, hash_sum = self.ready.pop(0)
+        self.position, self.hash_sum = self.position + self.window, self.hash_sum + hash_sum
+        ids = ids.to(self.device, torch.int64, non_blocking=True)
+        return ids[:-1].view(-1, self.sequence_length), ids[1:].view(-1, self.sequence_length)
 
     def data_hash(self):
         """Return 16 hex digits for all sequences so far, of all ranks: a sum, however shared."""
@@ -519,13 +526,25 @@ class DistributedDataLoader:
         high, low = sum_over_ranks(torch.tensor([high, low], device=self.device)).tolist()
         return f"{(high * 2**32 + low) % 2**64:016x}"
 
+    def last_tokens(self):
+        """Return {path: the shard's size and last tokens}, to compare what other ranks see."""
+        return {path: (size, self.read(end - min(size, 999), min(size, 999)).tobytes())
+                for path, size, end in zip(self.paths, self.sizes, self.ends)}
+
+    def state_dict(self):
+        """Return position and data_hash, for any later world and batch size; all ranks call."""
+        return dict(position=self.position, data_hash=self.data_hash())
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+        self.hash_sum = int(state["data_hash"], 16) if self.rank == 0 else 0
+
 # -----------------------------------------------------------------------------
 # Training: the learning rate, one step, one evaluation
 def lr_multiplier(step, args):
     """Return the factor on all learning rates at `step`: linear rise, constant, linear fall."""
     rise = (step + 1) / max(1, args.warmup_iters)
     return min(rise, 1.0, (args.num_iterations - step) / max(1, args.warmdown_iters))
-
 
 def build_optimizers(gpt, args, rank, world_size):
     """Return [AdamW, Muon]; every parameter is in exactly one. Raises ValueError otherwise."""
@@ -543,18 +562,15 @@ def build_optimizers(gpt, args, rank, world_size):
             "every parameter of the model must be in exactly one optimizer")
     return [adamw, muon]
 
-
 def sum_over_ranks(tensor):
     """Return the sum of `tensor` over all ranks, in place; one process needs no group for it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
     return tensor
 
-
 def bf16_autocast(device):
     """Return the context of every forward pass: products in bf16, weights and sums in float32."""
     return torch.autocast(device.type, torch.bfloat16, matmul_dtype(device) == torch.bfloat16)
-
 
 def sync_gradients(optimizers):
     """Sum gradients over the ranks, Muon's for the owner alone: the others' are then undefined."""
@@ -567,7 +583,6 @@ def sync_gradients(optimizers):
                          else dist.reduce(p.grad, dst=owner, async_op=True))
     for work in works:
         work.wait()
-
 
 def train_step(model, optimizers, inputs, targets, lr_scale, args):
     """Do one optimizer step; return the loss, the mean over the global batch (float32 scalar).
@@ -589,17 +604,15 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args):
         optimizer.zero_grad(set_to_none=True)
     return sum_over_ranks(train_loss)
 
-
 @torch.no_grad()
 def evaluate(model, val_loader, val_tokens):
     """Return the mean loss over exactly the first val_tokens tokens, the same for all ranks."""
     val_loader.position, num_sequences = 0, val_tokens // val_loader.sequence_length
-    rows = torch.arange(val_loader.batch_size, device=val_loader.device)
-    rows = rows.chunk(val_loader.world_size)[val_loader.rank]  # this rank's, of each batch
     total = torch.zeros((), dtype=torch.float64, device=val_loader.device)
     for first in range(0, num_sequences, val_loader.batch_size):
         inputs, targets = val_loader.next_batch()
-        targets = targets.masked_fill((first + rows >= num_sequences)[:, None], -1)  # filling
+        left = max(0, num_sequences - first - val_loader.rank * len(inputs))  # to be counted
+        targets = torch.cat([targets[:left], torch.full_like(targets[left:], -1)])
         with bf16_autocast(val_loader.device):
             total += model(inputs, targets).double() * (targets != -1).sum()
     return float(sum_over_ranks(total)) / val_tokens
@@ -609,7 +622,6 @@ def evaluate(model, val_loader, val_tokens):
 def divisors(n):
     """Return the divisors of n in rising order, for messages that list legal values."""
     return [i for i in range(1, n + 1) if n % i == 0]
-
 
 def place_in_world(args):
     """Return torchrun's (rank, world_size, device), set as the current one; ValueError: no GPU."""
@@ -625,7 +637,6 @@ def place_in_world(args):
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     return rank, world_size, torch.device("cuda", torch.cuda.current_device())
 
-
 def open_data(args, rank, world_size, device):
     """Return (train_loader, val_loader). Raises ValueError for an impossible plan."""
     T = args.sequence_length
@@ -635,13 +646,12 @@ def open_data(args, rank, world_size, device):
     local = args.batch_size // world_size  # sequences a step and process
     micro = min(args.device_batch_size, local)
     require(local % micro == 0,
-            f"device_batch_size={micro} does not divide the {local} sequences of each process "
-            f"(batch_size={args.batch_size} / {world_size} processes): give one of "
-            f"{divisors(local)}; the result stays the same")
+            f"device_batch_size={micro} does not divide the {local} sequences of each process: "
+            f"give one of {divisors(local)}; the result stays the same")
     require(args.val_tokens % T == 0,
-            f"val_tokens={args.val_tokens} is not a whole number of sequences: give a multiple of "
-            f"sequence_length={T}, such as {max(1, args.val_tokens // T) * T}")
-    step, held = args.batch_size * T, train_loader.total_tokens
+            f"val_tokens={args.val_tokens} is not a whole number of sequences of {T} tokens: give "
+            f"a multiple, such as {max(1, args.val_tokens // T) * T}")
+    step, held = train_loader.window, train_loader.total_tokens
     needed = args.num_iterations * step + 1
     require(held >= needed or args.allow_repeat,
             f"{args.num_iterations} steps need {needed:,} tokens, but {args.train_files!r} holds "
@@ -658,7 +668,6 @@ def open_data(args, rank, world_size, device):
     require(not both, f"{both} is in train_files and in val_files: keep them apart")
     return train_loader, val_loader
 
-
 class Log:
     """`log(line)`: rank 0 prints the line and writes it to log_dir/run_id.txt, a new file."""
 
@@ -666,12 +675,10 @@ class Log:
         run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
         self.path, self.file = Path(args.log_dir) / f"{run_id}.txt", None
         if rank == 0:
-            require(not self.path.exists(),
-                    f"{self.path} exists: move it away or pass another --run_id")
+            require(not self.path.exists(), f"{self.path} exists: pass another --run_id")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "x", buffering=1)
-        off = rank > 0 or not sys.stderr.isatty()
-        self.bar = tqdm(total=args.num_iterations, unit="step", disable=off)
+        self.bar = tqdm(total=args.num_iterations, disable=rank > 0 or not sys.stderr.isatty())
 
     def __call__(self, line, show=True):
         if self.file:
@@ -680,20 +687,18 @@ class Log:
                 tqdm.write(line)  # above the progress bar, where there is one
                 sys.stdout.flush()
 
-
 def log_header(log, args, gpt, optimizers, train_loader, val_loader):
     """Log what defines the run: source, settings, environment, batch, data, optimizers."""
     device, world_size = train_loader.device, train_loader.world_size
     log(Path(__file__).read_text(), show=False)
     for name, value in dataclasses.asdict(args).items():
         log(f"hyperparameter {name}={value!r}", show=False)
-    folder = Path(__file__).resolve().parent
-    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty --abbrev=40")
-    name, driver = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo"), None
+    folder, run = Path(__file__).resolve().parent, subprocess.getoutput
+    commit = run(f"git -C '{folder}' describe --always --dirty --abbrev=40")
+    name, driver = run("grep -m1 'model name' /proc/cpuinfo"), None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        query = "nvidia-smi -i 0 --query-gpu=driver_version --format=csv,noheader"
-        driver = subprocess.getoutput(query)
+        driver = run("nvidia-smi -i 0 --query-gpu=driver_version --format=csv,noheader")
     log(f"log:{log.path} command:{' '.join(sys.argv)}")
     log(f"python:{platform.python_version()} torch:{torch.__version__} numpy:{np.__version__} "
         f"cuda:{torch.version.cuda} driver:{driver} system:{platform.platform()} commit:{commit}")
@@ -702,16 +707,13 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
     taken = val_loader.batch_size  # sequences, by all processes at a time
     log(f"batch: {args.batch_size} x {args.sequence_length} tokens = {args.batch_size // taken} "
         f"micro-batches x {world_size} processes x {taken // world_size} sequences")
-    planned = args.num_iterations * args.batch_size * args.sequence_length
-    held = train_loader.total_tokens
+    planned, held = args.num_iterations * train_loader.window, train_loader.total_tokens
     log(f"train data: {len(train_loader.paths)} shards, {held:,} tokens; {args.num_iterations} "
         f"steps read {planned:,} ({planned / held:.3f} epochs)")
     counted = hashlib.sha256(val_loader.read(0, args.val_tokens + 1)).hexdigest()
     log(f"val data: {len(val_loader.paths)} shards, {val_loader.total_tokens:,} tokens; the first "
         f"{args.val_tokens:,} count, val_hash:{counted[:16]}")
     log_optimizers(log, gpt, optimizers, world_size)
-    log(f"learning rates at the first step: {lr_multiplier(0, args):.1%} of those above")
-
 
 def log_optimizers(log, gpt, optimizers, world_size):
     """Log a table of count, name, shape, optimizer, learning rate; then Muon's work and bytes."""
@@ -731,30 +733,29 @@ def log_optimizers(log, gpt, optimizers, world_size):
     log(f"sent MiB a step and rank, in rings: gradients:{ring * (2 * head + sum(owned)):.1f} "
         f"updates:{ring * sum(owned):.1f}")
 
+def weight_sums(gpt):
+    """Return {name: sum of the weights' bits}, which any change of one weight changes."""
+    return {name: p.detach().view(torch.int32).sum(dtype=torch.int64).item()
+            for name, p in gpt.named_parameters()}
 
-def check_ranks_agree(gpt, step):
-    """Raise RuntimeError if a parameter's sum of bits differs between ranks; all ranks call."""
-    names, params = zip(*gpt.named_parameters())
-    bits = torch.stack([p.detach().view(torch.int32).sum(dtype=torch.int64) for p in params])
-    of_ranks = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, bits)
-    for name, row in zip(names, torch.stack(of_ranks, dim=1).cpu()):
-        differ = (row != row.mode().values).nonzero().flatten().tolist()
-        require(not differ, f"at step {step} the ranks {differ} hold other values of {name} than "
-                f"the other ranks: a device erred, or only some ranks ran a line; the run is void",
+def check_ranks_agree(values, sentence):
+    """Raise RuntimeError on all ranks, naming ranks and key, unless their dicts are equal."""
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, values)
+    for key in sorted(set().union(*of_ranks)):
+        held = [of_rank.get(key) for of_rank in of_ranks]
+        differ = [rank for rank, value in enumerate(held) if value != max(held, key=held.count)]
+        require(not differ, f"the ranks {differ} hold another {key} than the others: {sentence}",
                 RuntimeError)
 
-
 def warm_up(gpt, optimizers, args, train_loader):
-    """Compile all by one training and one validation step on the first tokens; leave no trace:
-    rates are 0, the loader stays where it is, the optimizers' state is dropped.
-    """
+    """Compile all by a training and a validation step on the first tokens; leave no trace."""
     T, device = args.sequence_length, train_loader.device
     rows = min(args.batch_size // train_loader.world_size, 2 * args.device_batch_size)
     tokens = torch.from_numpy(train_loader.read(0, rows * T + 1).astype(np.int64)).to(device)
     inputs, targets = tokens[:-1].view(rows, T), tokens[1:].view(rows, T)
     try:
-        train_step(gpt, optimizers, inputs, targets, 0.0, args)
+        train_step(gpt, optimizers, inputs, targets, 0.0, args)  # at learning rates of 0
         with torch.no_grad(), bf16_autocast(device):
             gpt(inputs[: args.device_batch_size], targets[: args.device_batch_size]).item()
     except torch._dynamo.exc.TorchDynamoException as error:
@@ -763,18 +764,16 @@ def warm_up(gpt, optimizers, args, train_loader):
     for optimizer in optimizers:
         optimizer.state.clear()
 
-
 def save_checkpoint(path, step, gpt, optimizers, train_loader, args):
     """Write weights, both optimizers with all ranks' momentum, and the position; all ranks call."""
     state = dict(
         step=step, hyperparameters=dataclasses.asdict(args), model=gpt.state_dict(),
         optimizers=[optimizers[0].state_dict(), optimizers[1].gathered_state_dict()],
-        position=train_loader.position, data_hash=train_loader.data_hash())
+        train_loader=train_loader.state_dict())
     if train_loader.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)  # whole under its final name
-
 
 def log_summary(log, args, gpt, train_loader, seconds, first_graphs, val_loss):
     """Log seconds of each phase, compilations, speed, this process's peak memory, the result."""
@@ -794,7 +793,6 @@ def log_summary(log, args, gpt, train_loader, seconds, first_graphs, val_loss):
     bits = val_loss / math.log(2) / (args.bytes_per_token or math.inf)
     log(f"result val_loss:{val_loss:.4f} {f'bits_per_byte:{bits:.4f} ' if bits else ''}target:"
         f"{args.target_val_loss} {'reached' if val_loss <= args.target_val_loss else 'missed'}")
-
 
 def train(args, log, train_loader, val_loader):
     """Set up, compile, then train and validate by turns; return the final validation loss."""
@@ -830,8 +828,9 @@ def train(args, log, train_loader, val_loader):
         if args.val_loss_every and step % args.val_loss_every == 0:
             validate(step)
         with timed("train"):
-            loss = train_step(gpt, optimizers, *train_loader.next_batch(),
-                              lr_multiplier(step, args), args).item()
+            with timed("loading"):
+                batch = train_loader.next_batch()
+            loss = train_step(gpt, optimizers, *batch, lr_multiplier(step, args), args).item()
         step += 1  # steps done
         log(progress(step, "train_loss", loss), show=log.bar.disable)
         log.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
@@ -839,7 +838,8 @@ def train(args, log, train_loader, val_loader):
         last = step == args.num_iterations
         if world_size > 1 and (step == 1 or last or step % (args.checksum_every or math.inf) == 0):
             with timed("checksum"):
-                check_ranks_agree(gpt, step)
+                check_ranks_agree(weight_sums(gpt), f"at step {step} the run is void, for a device "
+                                                    f"erred, or only some ranks ran a line")
         if args.save_every and (last or step % args.save_every == 0):
             with timed("checkpoint"):
                 path = log.path.with_suffix("") / f"state_step{step:06d}.pt"
@@ -848,7 +848,6 @@ def train(args, log, train_loader, val_loader):
     log_summary(log, args, gpt, train_loader, seconds, first_graphs, val_loss)
     return val_loss
 
-
 def main(args):
     """Train a GPT as args say, here or in torchrun's processes; return the last validation loss."""
     rank, world_size, device = place_in_world(args)
@@ -856,6 +855,9 @@ def main(args):
     if world_size > 1 and not dist.is_initialized():
         from torch import _dynamo  # noqa: F401  imported later, it would hold the group past its end
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if world_size > 1:
+        check_ranks_agree(train_loader.last_tokens() | val_loader.last_tokens(),
+                          "give every machine the same files")
     log = Log(args, rank)
     try:
         val_loss = train(args, log, train_loader, val_loader)
@@ -866,13 +868,12 @@ def main(args):
         dist.destroy_process_group()
     return val_loss
 
-
 def parse_args(argv):
     """Return Hyperparameters from `--field=value` arguments. ValueError for any other argument."""
     fields = {field.name: field for field in dataclasses.fields(Hyperparameters)}
     if "--help" in argv or "-h" in argv:
-        print(__doc__)
-        print(*(f"  --{n}={f.default!r} ({f.type.__name__})" for n, f in fields.items()), sep="\n")
+        rows = (f"  --{name}={f.default!r} ({f.type.__name__})" for name, f in fields.items())
+        print(__doc__, *rows, sep="\n")
         sys.exit(0)
     values = {}
     for argument in argv:
@@ -888,11 +889,10 @@ def parse_args(argv):
             raise ValueError(f"{argument!r}: write --{name}={legal}") from None
     return Hyperparameters(**values)
 
-
 if __name__ == "__main__":
     try:
         main(parse_args(sys.argv[1:]))
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         if traceback.extract_tb(error.__traceback__)[-1].filename != __file__:
             raise  # not one of this file's own sentences
         time.sleep(3 if int(os.environ.get("RANK", 0)) else 0)  # torchrun ends it: rank 0 says it

@@ -1,202 +1,534 @@
-"""Turn text into the shards that train_gpt2.py reads.
+"""Turn text into the shards that train_gpt2.py reads, on all cores.
 
-    python data/pack.py INPUT... --out DIR [--encoding gpt2|bytes] [--val_fraction 0.01]
+    python data/pack.py INPUT... --out DIR [--encoding gpt2] [--val_tokens N | --val_fraction F]
 
-INPUT: files or folders of text or code (one document a file, UTF-8), or .jsonl files (one document
-a line, its text in --text_field). Folders are walked in the order of their sorted relative paths;
-inputs keep the order they are given in.
+INPUT: files, folders, or - for standard input. A .jsonl file holds one document a line, a .parquet
+file one a row (their text in --text_field; parquet needs pyarrow); any other file is one document,
+UTF-8. All may be compressed: .gz, .xz, or .zst (which needs zstandard).
 
-Writes DIR/train_000001.bin..., DIR/val_000000.bin and DIR/manifest.json. A shard is 256 int32
-(magic 20240520, version 1, token count, zeros), then uint16 tokens; end-of-text leads every
-document. A document is held out for validation when the hash of its name (a file's relative path;
-a JSON line's text) says so: adding documents moves no other from one side to the other.
+Order: inputs as given, a folder's files by their sorted relative paths, lines and rows as they
+stand; --shuffle_seed deals all documents out anew. End-of-text leads each. A document is held out
+for validation when the hash of its name (a file's relative path; a line's or row's text) is low:
+adding documents moves no other between the splits. With --val_tokens the bar is set so that the
+split holds more than N tokens, and kept when documents are added and packed into the same DIR.
+
+Writes DIR/train_000001.bin..., DIR/val_000000.bin... and last DIR/manifest.json: the same bytes for
+any number of workers. A shard appears only when it is whole. Until the end the tokens wait in
+DIR/parts: killed at any moment, the same command goes on where it was. Memory is constant but for
+40 bytes a document.
 """
 
 import argparse
-import fnmatch
+import codecs
+import collections
+import concurrent.futures
+import gzip
 import hashlib
+import io
+import itertools
 import json
+import lzma
+import math
+import multiprocessing
 import os
+import re
+import shutil
+import signal
 import sys
+import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from train_gpt2 import SHARD_HEADER, SHARD_MAGIC, SHARD_VERSION
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from shards import write_shard
+
+CHUNK = 2**20  # bytes of text that a worker takes at a time, and of a piece of a long document
+# Where a long document may be cut: no pattern of an encoding of at most 65536 ids takes a
+# whitespace after another character into one token, so the pieces have the tokens of the whole.
+CUT = re.compile(r"\S(?=[ \t\n\r])")
+# What a worker takes: form is jsonl (content: lines, bytes), parquet (rows, a list), text (a
+# document or a piece of one, str; first: it starts there) or bad (the reason); line: of its start.
+Block = collections.namedtuple("Block", "name line form content first")
+PIECE = np.dtype([  # what is kept of each document, or piece of one
+    ("tokens", "u4"), ("bytes", "u4"), ("key", "u4"), ("text", "u8"), ("first", "?"), ("bad", "?"),
+])  # fmt: skip
+
+
+class BytesEncoding:
+    """256 bytes and end-of-text; needs no vocabulary and no download."""
+
+    name, n_vocab, eot_token = "bytes", 257, 256
+
+    @staticmethod
+    def encode_to_numpy(text, disallowed_special=()):
+        return np.frombuffer(text.encode(), np.uint8)
 
 
 def get_encoding(name):
-    """Return a tiktoken Encoding: `bytes` (256 bytes and end-of-text, no download) or gpt2."""
-    if name != "bytes":
-        try:
-            return tiktoken.get_encoding(name)
-        except OSError as error:
-            raise ValueError(
-                f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
-                f"TIKTOKEN_CACHE_DIR to a folder that has it, or take --encoding bytes"
-            ) from None
-    return tiktoken.Encoding(
-        name="bytes",
-        pat_str=r"\S+|\s+",  # any split will do: no two bytes are ever merged
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={"<|endoftext|>": 256},
-    )
+    """Return the encoding of this name. Raises ValueError if unknown, absent or too large."""
+    if name == "bytes":
+        return BytesEncoding
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except OSError as error:
+        raise ValueError(
+            f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
+            f"TIKTOKEN_CACHE_DIR to a folder that has it, or take --encoding bytes"
+        ) from None
+    except ValueError:
+        known = ", ".join(tiktoken.list_encoding_names())
+        raise ValueError(f"unknown encoding {name!r}: give bytes or one of {known}") from None
+    if encoding.n_vocab > 65536:
+        raise ValueError(
+            f"encoding {name} has {encoding.n_vocab} ids, but a shard's uint16 has room for 65536: "
+            f"give gpt2, r50k_base, p50k_base or bytes"
+        )
+    return encoding
 
 
-def list_files(inputs, patterns, exclude):
-    """Yield (name, path) of every file in order. Raises ValueError for an input that is none."""
-    for given in map(Path, inputs):
-        if given.is_file():
-            yield given.name, given
-        elif given.is_dir():
-            found = {p.relative_to(given).as_posix(): p for p in given.rglob("*") if p.is_file()}
-            for name in sorted(found):
-                base = name.rpartition("/")[2]
-                if fnmatch.fnmatch(base, patterns) and name not in exclude:
-                    yield name, found[name]
+# -----------------------------------------------------------------------------
+# Reading: inputs to blocks, in order
+class Bad(Exception):
+    """A document that cannot be read: Bad(line, reason)."""
+
+
+class MissingPackage(ValueError):
+    """A format that only an optional package reads."""
+
+
+def list_files(inputs, pattern, exclude):
+    """Return [(name, path)] in order; path None is standard input. ValueError for no input."""
+    files = []
+    for given in inputs:
+        path = Path(given)
+        if given == "-":
+            files.append((given, None))
+        elif path.is_dir():
+            found = {p.relative_to(path).as_posix(): p for p in path.rglob(pattern) if p.is_file()}
+            files += [(name, found[name]) for name in sorted(found) if name not in exclude]
+        elif path.exists():
+            files.append((path.name, path))
         else:
-            raise ValueError(f"{given} is neither a file nor a folder: name existing ones")
-
-
-def read_documents(name, path, text_field):
-    """Yield (key, text) of every document in a file. Raises ValueError naming file and line."""
-    if path.suffix != ".jsonl":
-        try:
-            text = path.read_bytes().decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} is not UTF-8 text (byte {error.start}): leave it out with --exclude or "
-                f"--pattern"
-            ) from None
-        if text:
-            yield name, text
-        return
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)[text_field]
-                text.encode()
-            except (ValueError, LookupError, TypeError, AttributeError):
-                raise ValueError(
-                    f"{path}:{number} is not a UTF-8 JSON object with a text {text_field!r}: mend "
-                    f"the line or name the field with --text_field"
-                ) from None
-            yield text, text
-
-
-def held_out(key, val_fraction):
-    """Tell whether a document belongs to the validation split; depends on its key alone."""
-    return int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) < val_fraction * 2**32
-
-
-class ShardWriter:
-    """Collects tokens and writes a split as shards of shard_tokens, each under its final name
-    only when it is whole."""
-
-    def __init__(self, folder, split, shard_tokens, first):
-        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
-        self.number, self.parts, self.waiting = first, [], 0
-        self.files, self.documents, self.tokens, self.bytes = {}, 0, 0, 0
-
-    def add(self, tokens, text_bytes):
-        """Append one document: tokens, (n,) uint16; text_bytes: length of its text."""
-        self.documents += 1
-        self.tokens += len(tokens)
-        self.bytes += text_bytes
-        self.parts.append(tokens)
-        self.waiting += len(tokens)
-        if self.waiting >= self.shard_tokens:
-            tokens = np.concatenate(self.parts)
-            whole = len(tokens) // self.shard_tokens * self.shard_tokens
-            for start in range(0, whole, self.shard_tokens):
-                self.write(tokens[start : start + self.shard_tokens])
-            self.parts, self.waiting = [tokens[whole:]], len(tokens) - whole
-
-    def write(self, tokens):
-        header = np.zeros(SHARD_HEADER, dtype=np.int32)
-        header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
-        content = header.tobytes() + tokens.astype(np.uint16).tobytes()
-        path = self.folder / f"{self.split}_{self.number:06d}.bin"
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        self.files[path.name] = hashlib.sha256(content).hexdigest()
-        self.number += 1
-
-    def finish(self):
-        """Write what is left and return this split's part of the manifest."""
-        if self.waiting:
-            self.write(np.concatenate(self.parts))
-        return {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "sha256": self.files,
-        }
-
-
-def pack(inputs, out, encoding, val_fraction, text_field, pattern, exclude, shard_tokens):
-    """Write the shards and manifest.json of all inputs into out; return the manifest."""
-    encoder = get_encoding(encoding)
-    if encoder.n_vocab > 65536:
-        raise ValueError(f"encoding {encoding} has {encoder.n_vocab} ids; uint16 holds 65536")
-    if shard_tokens < 1:
-        raise ValueError(f"--shard_tokens={shard_tokens} must be at least 1")
-    if not 0 <= val_fraction < 1:
-        raise ValueError(f"--val_fraction={val_fraction} must be at least 0 and below 1")
-    files = list(list_files(inputs, pattern, exclude))
+            raise ValueError(f"{given} is neither a file nor a folder: name existing ones, or -")
     if not files:
-        raise ValueError(f"no file matches {pattern!r} in {', '.join(map(str, inputs))}")
-    out.mkdir(parents=True, exist_ok=True)
-    train = ShardWriter(out, "train", shard_tokens, first=1)
-    val = ShardWriter(out, "val", shard_tokens, first=0)
-    for name, path in tqdm(files, unit="file", disable=not sys.stderr.isatty()):
-        for key, text in read_documents(name, path, text_field):
-            tokens = np.array([encoder.eot_token, *encoder.encode_ordinary(text)], dtype=np.uint16)
-            (val if held_out(key, val_fraction) else train).add(tokens, len(text.encode()))
-    splits = {"train": train.finish(), "val": val.finish()}
-    sums = json.dumps([split["sha256"] for split in splits.values()])
+        raise ValueError(f"no file matches {pattern!r} in {', '.join(inputs)}: give --pattern")
+    return files
+
+
+def decompress(file, compression):
+    """Return a binary file with the content of `file`."""
+    if compression == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise MissingPackage("a .zst file needs a package: pip install zstandard") from None
+        return io.BufferedReader(
+            zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        )
+    return {"": lambda file: file, ".gz": gzip.open, ".xz": lzma.open}[compression](file)
+
+
+def read_blocks(name, path, form, text_field):
+    """Yield (block, bytes read of the file so far); what cannot be read is a block of form bad."""
+    base, compression = os.path.splitext(name)
+    if compression not in (".gz", ".xz", ".zst"):
+        base, compression = name, ""
+    if form == "auto":
+        form = {".jsonl": "jsonl", ".parquet": "parquet"}.get(os.path.splitext(base)[1], "text")
+    reader = {"jsonl": read_lines, "parquet": read_rows, "text": read_text}[form]
+    line, begun = 1, False  # begun: a text of which some pieces are out already
+    try:
+        with open(path or sys.stdin.fileno(), "rb", closefd=path is not None) as raw:
+            for line, content, first in reader(decompress(raw, compression), text_field):
+                begun = form == "text"
+                yield Block(name, line, form, content, first), raw.tell() if path else 0
+    except Bad as bad:
+        line, reason = bad.args
+        yield Block(name, line, "bad", reason, not begun), 0
+    except MissingPackage:
+        raise
+    except Exception as error:  # of the disk, or of a library: the file is damaged, or gone
+        yield Block(name, line, "bad", f"cannot be read on ({error})", not begun), 0
+
+
+def read_lines(file, text_field):
+    number = 1
+    while lines := file.readlines(CHUNK):
+        yield number, b"".join(lines), True
+        number += len(lines)
+
+
+def read_rows(file, text_field):
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise MissingPackage("a .parquet file needs a package: pip install pyarrow") from None
+    table, number = parquet.ParquetFile(file), 1
+    if text_field not in table.schema_arrow.names:
+        raise Bad(1, f"has no column {text_field!r}")
+    for batch in table.iter_batches(batch_size=100, columns=[text_field]):
+        rows = batch.column(0).to_pylist()
+        yield number, rows, True
+        number += len(rows)
+
+
+def read_text(file, text_field):
+    """Yield a text in pieces, each but the last cut before a whitespace."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line, first, text, more = 1, True, "", True
+    while more:
+        more = file.read(CHUNK)
+        try:
+            text += decoder.decode(more, final=not more)
+        except UnicodeDecodeError as error:
+            line += text.count("\n") + error.object[: error.start].count(b"\n")
+            raise Bad(line, "is not UTF-8") from None
+        cuts = [match.end() for match in CUT.finditer(text, max(0, len(text) - 4096))]
+        cut = (cuts[-1] if cuts else 0) if more else len(text)
+        if cut or (first and not more):
+            yield line, text[:cut], first
+            line, first, text = line + text.count("\n", 0, cut), False, text[cut:]
+
+
+def read_chunks(files, form, text_field):
+    """Yield (blocks, bytes read since the last chunk): blocks of about CHUNK bytes together."""
+    blocks, size, done = [], 0, 0
+    for name, path in files:
+        position = 0
+        for block, position in read_blocks(name, path, form, text_field):
+            blocks.append(block)
+            size += sum(map(len, filter(None, block.content))) if (
+                block.form == "parquet") else len(block.content)  # fmt: skip
+            if size >= CHUNK // 2:
+                yield blocks, done + position
+                blocks, size, done = [], 0, -position
+        done += position
+    if blocks:
+        yield blocks, done
+
+
+# -----------------------------------------------------------------------------
+# Encoding: chunks to parts of tokens, in worker processes
+def start_worker(name, folder, field):
+    global encoding, parts, text_field
+    encoding, parts, text_field = get_encoding(name), folder, field
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a worker ends with its parent, however that ends
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def read_documents(block):
+    """Yield (line, text) of a block's documents; for one that cannot be read, a Bad for text."""
+    if block.form == "bad":
+        yield block.line, Bad(block.line, block.content)
+    elif block.form == "text":
+        yield block.line, block.content
+    elif block.form == "parquet":
+        yield from enumerate(block.content, start=block.line)
+    else:
+        for number, line in enumerate(block.content.split(b"\n"), start=block.line):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                    yield number, row.get(text_field) if isinstance(row, dict) else None
+                except UnicodeDecodeError:
+                    yield number, Bad(number, "is not UTF-8")
+                except (ValueError, RecursionError):
+                    yield number, Bad(number, "is not JSON")
+
+
+def check_text(text, line, first):
+    """Return the text as bytes. Raises Bad if it is none."""
+    if isinstance(text, Bad):
+        raise text
+    if not isinstance(text, str):
+        raise Bad(line, f"has no text {text_field!r}")
+    if first and not text:
+        raise Bad(line, "is empty")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise Bad(line, "is not Unicode") from None
+
+
+def encode_chunk(blocks):
+    """Write a chunk's tokens and what is known of its documents, unless an earlier run did.
+
+    Returns (path of the part, without suffix; [(name, line, reason)] of what is bad).
+    """
+    rows, texts, bad = [], [], []
+    for block in blocks:
+        for line, text in read_documents(block):
+            try:
+                content = check_text(text, line, block.first)
+            except Bad as reason:
+                bad.append((block.name, *reason.args))
+                rows.append((0, 0, 0, 0, block.first, True))
+                continue
+            digest = hashlib.sha256(content).digest()
+            key = hashlib.sha256(block.name.encode()).digest() if block.form == "text" else digest
+            rows.append((0, len(content), int.from_bytes(key[:4], "big"),
+                         int.from_bytes(digest[:8], "big"), block.first, False))  # fmt: skip
+            texts.append(text)
+    rows = np.array(rows, PIECE)
+    settings = repr((encoding.name, tiktoken.__version__, bad)).encode()
+    path = parts / hashlib.sha256(settings + rows.tobytes()).hexdigest()
+    if not is_whole(path):
+        encoded, end_of_text = [], np.array([encoding.eot_token], np.uint16)
+        for i, text in zip(np.flatnonzero(~rows["bad"]), texts):
+            tokens = encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+            rows["tokens"][i] = len(tokens) + rows["first"][i]
+            encoded += [end_of_text, tokens] if rows["first"][i] else [tokens]
+        save_part(path, np.concatenate([*encoded, end_of_text[:0]]), rows)
+    return path, bad
+
+
+def save_part(path, tokens, rows):
+    mark = f".{os.getpid()}.partial"
+    tokens.tofile(f"{path}.tokens{mark}")
+    os.replace(f"{path}.tokens{mark}", f"{path}.tokens")
+    with open(f"{path}.rows{mark}", "wb") as file:
+        file.write(zlib.crc32(tokens).to_bytes(4, "little") + rows.tobytes())
+    os.replace(f"{path}.rows{mark}", f"{path}.rows")  # last: it says that the part is whole
+
+
+def is_whole(path):
+    """Tell whether an earlier run left this part, and undamaged."""
+    try:
+        with open(f"{path}.rows", "rb") as rows, open(f"{path}.tokens", "rb") as tokens:
+            return zlib.crc32(tokens.read()).to_bytes(4, "little") == rows.read(4)
+    except OSError:
+        return False
+
+
+# -----------------------------------------------------------------------------
+# Laying out: parts to shards
+class Documents:
+    """All documents of the parts: which are kept, where each one's tokens lie."""
+
+    def __init__(self, paths):
+        rows = [np.fromfile(f"{path}.rows", PIECE, offset=4) for path in paths]
+        self.paths = paths
+        self.part = np.repeat(np.arange(len(rows), dtype=np.uint32), [len(r) for r in rows])
+        self.offset = np.concatenate([np.cumsum(r["tokens"]) - r["tokens"] for r in rows])
+        rows = np.concatenate(rows)
+        firsts = np.flatnonzero(rows["first"])  # piece that starts each document
+        self.first = np.append(firsts, len(rows))
+        self.piece_tokens, self.key = rows["tokens"], rows["key"][firsts]
+        self.tokens, self.bytes, self.text = (
+            np.add.reduceat(rows[name], firsts, dtype=np.uint64)
+            for name in ("tokens", "bytes", "text")
+        )
+        self.kept = ~np.logical_or.reduceat(rows["bad"], firsts)
+
+    def drop_duplicates(self):
+        """Keep of equal texts the first; return how many were dropped."""
+        kept = np.flatnonzero(self.kept)
+        _, firsts = np.unique(self.text[kept], return_index=True)
+        self.kept[:] = False
+        self.kept[kept[firsts]] = True
+        return len(kept) - len(firsts)
+
+    def read(self, order):
+        """Yield the tokens of the documents in this order, uint16; neighbours together."""
+        counts = self.first[order + 1] - self.first[order]
+        pieces = np.repeat(self.first[order] - np.cumsum(counts) + counts, counts)
+        pieces += np.arange(len(pieces))
+        apart = (np.diff(pieces) != 1) | (np.diff(self.part[pieces]) != 0)
+        starts = np.append(0, np.flatnonzero(apart) + 1)[: len(pieces)]
+        lengths = np.add.reduceat(self.piece_tokens[pieces], starts) if len(pieces) else []
+        part, file = None, None
+        for piece, length in zip(pieces[starts], lengths):
+            if self.part[piece] != part:
+                part, file = self.part[piece], open(f"{self.paths[self.part[piece]]}.tokens", "rb")
+            file.seek(2 * int(self.offset[piece]))
+            yield np.fromfile(file, np.uint16, length)
+
+
+def validation_bar(documents, val_tokens, val_fraction, earlier):
+    """Return the number below which a document's key means validation. ValueError: too few."""
+    if val_tokens is None:
+        return math.ceil(val_fraction * 2**32)
+    order = np.flatnonzero(documents.kept)
+    order = order[np.argsort(documents.key[order], kind="stable")]
+    sums = np.cumsum(documents.tokens[order])
+    if val_tokens >= sums[-1]:
+        raise ValueError(f"--val_tokens={val_tokens} must be below {sums[-1]}, all there are")
+    last = order[np.searchsorted(sums, val_tokens, side="right")]  # one token more, to be a target
+    return max(int(documents.key[last]) + 1, earlier)
+
+
+def cut_at(size, arrays):
+    """Yield (shard, array): the arrays in turn, cut where a shard of `size` tokens is full."""
+    done = 0
+    for array in arrays:
+        while len(array):
+            shard, place = divmod(done, size)
+            part, array = array[: size - place], array[size - place :]
+            yield shard, part
+            done += len(part)
+
+
+def write_split(folder, split, number, documents, order, shard_tokens):
+    """Write the documents as shards from `number` on; return this split's part of the manifest."""
+    total, sums = int(documents.tokens[order].sum()), {}
+    arrays = cut_at(shard_tokens, documents.read(order))
+    for shard, group in itertools.groupby(arrays, key=lambda pair: pair[0]):
+        name = f"{split}_{number + shard:06d}.bin"
+        count = min(shard_tokens, total - shard * shard_tokens)
+        sums[name] = write_shard(folder / name, count, (array for _, array in group))
+    return {
+        "documents": len(order),
+        "tokens": total,
+        "bytes": int(documents.bytes[order].sum()),
+        "sha256": sums,
+    }
+
+
+def write_whole(path, text):
+    """Write a text file that appears under its name only when it is whole."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+# -----------------------------------------------------------------------------
+# The whole way
+def encode_all(files, args, parts):
+    """Return (paths of the parts in order, bad documents). ValueError: the first of these."""
+    total = sum(path.stat().st_size for _, path in files if path and path.exists()) or None
+    paths, bad, waiting = [], [], collections.deque()
+    settings = args.encoding, parts, args.text_field
+    pool = concurrent.futures.ProcessPoolExecutor(args.workers, None, start_worker, settings)
+    bar = tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+
+    def take_oldest():
+        future, size = waiting.popleft()
+        path, found = future.result()
+        if found and not args.skip_bad:
+            name, line, reason = found[0]
+            raise ValueError(
+                f"{name}:{line} {reason}: mend it, name another --text_field, leave the file out "
+                f"with --exclude or --pattern, or pass --skip_bad to go on without"
+            )
+        bar.update(size)
+        paths.append(path)
+        bad.extend(found)
+
+    try:
+        for blocks, size in read_chunks(files, args.format, args.text_field):
+            waiting.append((pool.submit(encode_chunk, blocks), size))
+            while len(waiting) > 2 * args.workers + 1:
+                take_oldest()
+        while waiting:
+            take_oldest()
+    except concurrent.futures.BrokenExecutor:
+        raise ValueError("a worker was killed (no memory left?): run the same command again, which "
+                         "goes on from here, or with fewer --workers") from None  # fmt: skip
+    finally:
+        pool.shutdown(cancel_futures=True)
+        bar.close()
+    return paths, bad
+
+
+def pack(args):
+    """Write the shards and manifest.json of all inputs into args.out; return the manifest."""
+    encoding = get_encoding(args.encoding)  # before the workers start: they share it
+    files = list_files(args.inputs, args.pattern, args.exclude)
+    parts, manifest_path = args.out / "parts", args.out / "manifest.json"
+    parts.mkdir(parents=True, exist_ok=True)
+    earlier = json.loads(manifest_path.read_text()) if manifest_path.exists() else {}
+    paths, bad = encode_all(files, args, parts)
+    documents = Documents(paths) if paths else None
+    if documents is None or not documents.kept.any():
+        raise ValueError(f"no document with text in {', '.join(args.inputs)}")
+    dropped = documents.drop_duplicates() if args.drop_duplicates else 0
+    bar = validation_bar(documents, args.val_tokens, args.val_fraction, earlier.get("val_below", 0))
+    order = np.arange(len(documents.kept))
+    if args.shuffle_seed is not None:
+        order = np.random.RandomState(args.shuffle_seed).permutation(order)
+    order = order[documents.kept[order]]
+    held_out = documents.key[order] < bar
+    manifest_path.unlink(missing_ok=True)  # what it says ends here; the new one comes last
+    splits = {
+        "train": write_split(args.out, "train", 1, documents, order[~held_out], args.shard_tokens),
+        "val": write_split(args.out, "val", 0, documents, order[held_out], args.shard_tokens),
+    }
+    sums = [split["sha256"] for split in splits.values()]
+    for stale in {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}:
+        if not any(stale.name in files for files in sums):
+            stale.unlink()  # of an earlier, longer pack: a glob would read it
     manifest = {
-        "encoding": encoding,
-        "vocab_size": encoder.n_vocab,
-        "data_hash": hashlib.sha256(sums.encode()).hexdigest()[:16],
+        "encoding": args.encoding,
+        "vocab_size": encoding.n_vocab,
+        "data_hash": hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16],
+        "source": args.inputs,
+        "files": len(files),
+        "shuffle_seed": args.shuffle_seed,
+        "val_below": bar,
+        "dropped_duplicates": dropped,
+        "skipped": dict(collections.Counter(re.sub(r" \(.*", "", reason) for *_, reason in bad)),
         **splits,
     }
-    partial = out / f"manifest.{os.getpid()}.partial"
-    partial.write_text(json.dumps(manifest, indent=2) + "\n")
-    os.replace(partial, out / "manifest.json")
-    for stale in {*out.glob("train_*.bin"), *out.glob("val_*.bin")}:
-        if stale.name not in train.files and stale.name not in val.files:
-            stale.unlink()  # of an earlier, longer pack: a glob would read it
+    skipped = [f"{name}:{line} {reason}\n" for name, line, reason in bad]
+    write_whole(args.out / "skipped.txt", "".join(skipped))
+    write_whole(manifest_path, json.dumps(manifest, indent=2) + "\n")
+    shutil.rmtree(parts)
     return manifest
 
 
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="file, folder, or - for standard input")
+    add("--out", required=True, type=Path, help="folder for the shards")
+    add("--encoding", default="gpt2", help="bytes, gpt2, or another of tiktoken's names")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--val_tokens", type=int, help="of the validation split, at least")
+    size.add_argument("--val_fraction", default=0.01, type=float, help="of the documents")
+    add("--format", default="auto", choices=["auto", "text", "jsonl", "parquet"],
+        help="of the inputs; auto: by their names, standard input is a text")  # fmt: skip
+    add("--text_field", default="text", help="of a JSON line or a parquet row")
+    add("--pattern", default="*", help="of file names taken from folders")
+    add("--exclude", default=[], nargs="*", help="relative paths to leave out")
+    add("--shuffle_seed", type=int, help="deal the documents out in a random order")
+    add("--drop_duplicates", action="store_true", help="keep of equal texts the first")
+    add("--skip_bad", action="store_true", help="go on without documents that cannot be read")
+    add("--shard_tokens", default=100_000_000, type=int, help="tokens a shard")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    add("--workers", default=cores, type=int, help="processes")
+    args = parser.parse_args()
+    for name, low, high in (
+        ("shard_tokens", 1, 2**31 - 1), ("workers", 1, 1024), ("val_fraction", 0, 1),
+        ("val_tokens", 1, 2**63 - 1), ("shuffle_seed", 0, 2**32 - 1),
+    ):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"--{name}={value} must be in {low}..{high}")
+    return args
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder or .jsonl")
-    parser.add_argument("--out", required=True, type=Path, help="folder for the shards")
-    parser.add_argument("--encoding", default="gpt2", choices=["gpt2", "bytes"])
-    parser.add_argument("--val_fraction", default=0.01, type=float, help="of the documents")
-    parser.add_argument("--text_field", default="text", help="of a JSON line")
-    parser.add_argument("--pattern", default="*", help="of file names taken from folders")
-    parser.add_argument("--exclude", default=[], nargs="*", help="relative paths to leave out")
-    parser.add_argument("--shard_tokens", default=100_000_000, type=int, help="tokens a shard")
     try:
-        manifest = pack(**vars(parser.parse_args()))
+        args = parse_args()
+        manifest = pack(args)
     except (ValueError, OSError) as error:
         sys.exit(f"data/pack.py: {error}")
+    except KeyboardInterrupt:
+        print("data/pack.py: stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
     for split in ("train", "val"):
         part = manifest[split]
         print(f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
               f"{part['bytes']:,} bytes, {len(part['sha256'])} shards")  # fmt: skip
+    for reason, count in manifest["skipped"].items():
+        print(f"skipped: {count:,} x {reason}; each is named in {args.out / 'skipped.txt'}")
     print(f"data_hash:{manifest['data_hash']}")
 
 

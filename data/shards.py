@@ -1,0 +1,58 @@
+"""The format of a shard of tokens, for the tools that write and fetch shards.
+
+train_gpt2.py reads the same format; the tools do not import it, so they need no torch.
+"""
+
+import hashlib
+import itertools
+import os
+
+import numpy as np
+
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+SHARD_HEADER = 256  # int32 values: magic, version, token count, zeros; then uint16 tokens
+
+
+def shard_size(path):
+    """Return the number of tokens in a shard. Raises ValueError if it is not a whole shard."""
+    try:
+        header, found = np.fromfile(path, np.int32, SHARD_HEADER), os.path.getsize(path)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    if (
+        len(header) < SHARD_HEADER
+        or tuple(header[:2]) != (SHARD_MAGIC, SHARD_VERSION)
+        or header[3:].any()
+    ):
+        raise ValueError(
+            f"{path} is not a shard of tokens (magic {SHARD_MAGIC}, version {SHARD_VERSION}, a "
+            f"token count and zeros)"
+        )
+    tokens = int(header[2])
+    expected = 4 * SHARD_HEADER + 2 * tokens
+    if tokens < 1 or found != expected:
+        raise ValueError(
+            f"{path} is damaged: {found:,} bytes, but its header promises {tokens:,} tokens, "
+            f"{expected:,} bytes"
+        )
+    return tokens
+
+
+def write_shard(path, tokens, arrays):
+    """Write uint16 arrays of `tokens` values together as one shard; return its sha256.
+
+    It appears under its name only when it is whole and on the disk.
+    """
+    header = np.zeros(SHARD_HEADER, np.int32)
+    header[:3] = SHARD_MAGIC, SHARD_VERSION, tokens
+    partial, digest = f"{path}.{os.getpid()}.partial", hashlib.sha256()
+    with open(partial, "wb") as file:
+        for array in itertools.chain([header], arrays):
+            file.write(array)
+            digest.update(array)
+        assert file.tell() == 4 * SHARD_HEADER + 2 * tokens, "other tokens than announced"
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return digest.hexdigest()

@@ -1,0 +1,348 @@
+"""data/pack.py: any text to shards, the same for any number of workers, and never half a shard."""
+
+import gzip
+import hashlib
+import importlib.util
+import itertools
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from conftest import ROOT, SHARED_DATA
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from train_gpt2 import shard_size
+
+BOOKS = SHARED_DATA / "books" / "books.jsonl.xz"
+VOCABULARY = {"TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_cache")}
+needs_books = pytest.mark.skipif(not BOOKS.exists(), reason="the corpus is not beside this clone")
+spec = importlib.util.spec_from_file_location("pack", ROOT / "data" / "pack.py")
+pack = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pack)
+
+
+def command(*arguments):
+    return [sys.executable, str(ROOT / "data" / "pack.py"), *map(str, arguments)]
+
+
+def run_pack(*arguments, stdin=b""):
+    """Pack; return the finished process, its output as text."""
+    done = subprocess.run(command(*arguments), capture_output=True, input=stdin, timeout=240,
+                          env={**os.environ, **VOCABULARY})  # fmt: skip
+    done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
+    return done
+
+
+def packed(out, *arguments, **options):
+    """Pack into out in bytes; return the manifest."""
+    done = run_pack(*arguments, "--out", out, "--encoding", "bytes", **options)
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "manifest.json").read_text())
+
+
+def shard_tokens(folder, split):
+    paths = sorted(folder.glob(f"{split}_*.bin"))
+    assert all(shard_size(path) for path in paths)
+    arrays = [np.fromfile(path, np.uint16, offset=1024) for path in paths]
+    return np.concatenate([np.empty(0, np.uint16), *arrays])
+
+
+def split_documents(folder, split, end_of_text=256):
+    """Return the documents of a split in order, as bytes."""
+    tokens = shard_tokens(folder, split)
+    starts = [*np.flatnonzero(tokens == end_of_text), len(tokens)]
+    return [bytes(tokens[a + 1 : b].tolist()) for a, b in itertools.pairwise(starts)]
+
+
+def all_files(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def write_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+TEXTS = [f"{i}: naïve €\nprint('😀')\r\n" * (1 + i % 7) for i in range(300)]
+
+
+def test_bytes_are_packed_in_path_order_and_held_out_by_name(tmp_path):
+    texts = {f"d{i % 3}/f{i}.py": f"{i} {text}" for i, text in enumerate(TEXTS[:40])}
+    source, out = tmp_path / "source", tmp_path / "out"
+    for name, text in {**texts, "version.py": "no", "note.txt": "no", "empty.py": ""}.items():
+        path = source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    manifest = packed(out, source, "--shard_tokens", 1000, "--pattern", "*.py", "--exclude",
+                      "version.py", "--val_fraction", 0.3, "--skip_bad")  # fmt: skip
+    expected = {"train": [], "val": []}
+    for name in sorted(texts):
+        held = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < 0.3 * 2**32
+        expected["val" if held else "train"].append(texts[name].encode())
+    for split, documents in expected.items():
+        assert split_documents(out, split) == documents and documents
+        assert manifest[split]["documents"] == len(documents)
+        assert manifest[split]["tokens"] == len(shard_tokens(out, split))
+        for name, digest in manifest[split]["sha256"].items():
+            assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+    assert shard_size(out / "train_000001.bin") == 1000
+    assert manifest["skipped"] == {"is empty": 1}
+    assert {path.suffix for path in out.iterdir()} == {".bin", ".json", ".txt"}  # nothing half
+
+
+@needs_books
+def test_books_equal_an_independent_tokenization_for_any_number_of_workers(tmp_path, monkeypatch):
+    for workers in (1, 2):
+        choice = ("--val_fraction", 0, "--shard_tokens", 1_000_000, "--workers", workers)
+        done = run_pack(BOOKS, "--out", tmp_path / str(workers), "--encoding", "gpt2", *choice)
+        assert done.returncode == 0, done.stderr
+    assert all_files(tmp_path / "1") == all_files(tmp_path / "2")
+    monkeypatch.setenv(*next(iter(VOCABULARY.items())))
+    encoding, expected = tiktoken.get_encoding("gpt2"), []
+    for line in lzma.open(BOOKS, "rt", encoding="utf-8"):
+        expected += [50256, *encoding.encode(json.loads(line)["text"], disallowed_special=())]
+    assert shard_tokens(tmp_path / "1", "train").tolist() == expected
+
+
+@needs_books
+@settings(deadline=None, max_examples=150, suppress_health_check=[*HealthCheck])
+@given(words=st.lists(st.sampled_from(
+    ["the", "can't", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u3000", "\xa0", "\x1c", "!", "1", "é",
+     "漢字", "<|endoftext|>", "😀", "'s"]), max_size=60), chunk=st.integers(1, 40))  # fmt: skip
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, words, chunk):
+    monkeypatch.setenv(*next(iter(VOCABULARY.items())))
+    monkeypatch.setattr(pack, "CHUNK", chunk)
+    encoding, text = pack.get_encoding("gpt2"), "".join(words)
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    blocks = [block for block, _ in pack.read_blocks("a.txt", tmp_path / "a.txt", "auto", "text")]
+    assert [block.first for block in blocks] == [True] + [False] * (len(blocks) - 1)
+    assert all(text.count("\n", 0, sum(len(b.content) for b in blocks[:i])) + 1 == block.line
+               for i, block in enumerate(blocks))  # fmt: skip
+    tokens = [token for block in blocks for token in encoding.encode_ordinary(block.content)]
+    assert tokens == encoding.encode_ordinary(text)
+
+
+def test_every_format_gives_the_same_documents(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", TEXTS)
+    content, folder = lines.read_bytes(), tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    (folder / "b.jsonl.xz").write_bytes(lzma.compress(content))
+    (folder / "c.data").write_bytes(content)
+    if importlib.util.find_spec("zstandard"):
+        import zstandard
+
+        half = len(content) // 2  # two frames
+        frames = [zstandard.compress(part) for part in (content[:half], content[half:])]
+        (folder / "d.jsonl.zst").write_bytes(b"".join(frames))
+    if importlib.util.find_spec("pyarrow"):
+        from pyarrow import parquet, table
+
+        parquet.write_table(table({"id": range(300), "text": TEXTS}), folder / "e.parquet")
+    packed(tmp_path / "out", lines)
+    expected = [split_documents(tmp_path / "out", split) for split in ("train", "val")]
+    assert sum(map(len, expected)) == 300
+    for i, path in enumerate(sorted(folder.iterdir())):
+        form = ("--format", "jsonl") if path.suffix == ".data" else ()
+        packed(tmp_path / str(i), path, *form)
+        assert [split_documents(tmp_path / str(i), split) for split in ("train", "val")] == expected
+    packed(tmp_path / "stdin", "-", "--format", "jsonl", stdin=content)
+    assert split_documents(tmp_path / "stdin", "train") == expected[0]
+    packed(tmp_path / "text", "-", "--val_fraction", 0, stdin=b"one\ntext")
+    assert split_documents(tmp_path / "text", "train") == [b"one\ntext"]
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
+        (tmp_path / name).write_bytes(b"x")
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ValueError, match=f"pip install {package}"):
+            list(pack.read_blocks(name, tmp_path / name, "auto", "text"))
+
+
+@pytest.mark.parametrize("size", [("--val_tokens", 1500), ("--val_fraction", 0.1)])
+def test_added_documents_move_no_other_between_the_splits(tmp_path, size):
+    texts = [f"{i} " * 10 for i in range(400)]
+    out, before = tmp_path / "out", {}
+    for count in (200, 400):
+        manifest = packed(out, write_lines(tmp_path / "a.jsonl", texts[:count]), *size)
+        splits = {split: set(split_documents(out, split)) for split in ("train", "val")}
+        assert all(before.get(split, set()) <= splits[split] for split in splits)
+        assert not splits["train"] & splits["val"] and all(splits.values())
+        before = splits
+        if count == 200 and size[0] == "--val_tokens":
+            assert 1500 < manifest["val"]["tokens"] < 1600
+    again = packed(tmp_path / "again", tmp_path / "a.jsonl", "--val_fraction",
+                   manifest["val_below"] / 2**32)  # fmt: skip
+    assert again["data_hash"] == manifest["data_hash"]
+
+
+def test_a_seed_deals_the_documents_out_anew_and_duplicates_go(tmp_path):
+    texts = [f"document {i % 250}" for i in range(300)]
+    lines, orders = write_lines(tmp_path / "a.jsonl", texts), []
+    for seed in (None, 1, 1, 2):
+        out = tmp_path / str(len(orders))
+        shuffle = () if seed is None else ("--shuffle_seed", seed)
+        packed(out, lines, "--val_fraction", 0, *shuffle)
+        orders.append(split_documents(out, "train"))
+    assert orders[0] == [text.encode() for text in texts] and orders[1] == orders[2]
+    assert orders[1] not in (orders[0], orders[3])
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+    manifest = packed(tmp_path / "out", lines, "--val_fraction", 0, "--drop_duplicates")
+    assert split_documents(tmp_path / "out", "train") == orders[0][:250]
+    assert manifest["dropped_duplicates"] == 50
+
+
+GOOD = b'{"text": "x"}\n'
+BAD = {  # name, content, what is said
+    "invalid UTF-8 in a text": ("a.txt", b"one\ntwo \xff three", "a.txt:2 is not UTF-8"),
+    "a text cut inside a character": ("a.txt", "€".encode()[:-1], "a.txt:1 is not UTF-8"),
+    "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', "b.jsonl:3 is not UTF-8"),
+    "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, "b.jsonl:4 is not JSON"),
+    "JSON too deep": ("b.jsonl", GOOD + b"[" * 100000 + b"\n", "b.jsonl:2 is not JSON"),
+    "no object": ("b.jsonl", GOOD + b'["text"]\n', "b.jsonl:2 has no text 'text'"),
+    "missing field": ("b.jsonl", GOOD + b'{"body": "x"}\n', "b.jsonl:2 has no text 'text'"),
+    "no text": ("b.jsonl", GOOD + b'{"text": 5}\n', "b.jsonl:2 has no text 'text'"),
+    "half a surrogate pair": ("b.jsonl", b'{"text": "\\ud800"}\n', "b.jsonl:1 is not Unicode"),
+    "empty document": ("b.jsonl", GOOD + b'{"text": ""}\n', "b.jsonl:2 is empty"),
+    "empty file": ("a.txt", b"", "a.txt:1 is empty"),
+    "cut off gzip": ("b.jsonl.gz", gzip.compress(GOOD * 9)[:-9], "b.jsonl.gz:1 cannot be read on"),
+    "no gzip": ("b.jsonl.gz", GOOD, "b.jsonl.gz:1 cannot be read on"),
+    "cut off xz": ("a.txt.xz", lzma.compress(b"x" * 999)[:-9], "a.txt.xz:1 cannot be read on"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
+    name, content, sentence = BAD[bad]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(content)
+    (tmp_path / "in" / "z.txt").write_bytes(b"good")
+    arguments = (tmp_path / "in", "--encoding", "bytes", "--val_fraction", 0, "--out")
+    refused = run_pack(*arguments, tmp_path / "out")
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1, refused.stderr
+    assert refused.stderr.startswith(f"data/pack.py: {sentence}") and "--skip_bad" in refused.stderr
+    assert not list((tmp_path / "out").glob("*.bin"))
+    skipped = run_pack(*arguments, tmp_path / "out", "--skip_bad")
+    assert skipped.returncode == 0 and "skipped: 1 x " in skipped.stdout, skipped.stderr
+    assert (tmp_path / "out" / "skipped.txt").read_text().startswith(sentence)
+    documents = split_documents(tmp_path / "out", "train")
+    assert documents[-1] == b"good" and set(documents[:-1]) <= {b"x"}
+
+
+def test_a_text_that_breaks_off_is_dropped_whole(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"word " * 500_000 + b"\xff")  # several pieces
+    (tmp_path / "b.txt").write_bytes(b"good")
+    manifest = packed(tmp_path / "out", tmp_path / "a.txt", tmp_path / "b.txt", "--skip_bad",
+                      "--val_fraction", 0)  # fmt: skip
+    assert split_documents(tmp_path / "out", "train") == [b"good"]
+    assert manifest["skipped"] == {"is not UTF-8": 1}
+
+
+def test_a_file_that_vanishes_is_bad(tmp_path):
+    blocks = [block for block, _ in pack.read_blocks("a.txt", tmp_path / "a.txt", "auto", "text")]
+    assert [block.form for block in blocks] == ["bad"] and "No such file" in blocks[0].content
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("a.txt", "--val_fraction", 2), "--val_fraction=2.0 must be in 0..1"),
+        (("a.txt", "--shard_tokens", 0), "--shard_tokens=0 must be in 1.."),
+        (("a.txt", "--val_tokens", 100), "--val_tokens=100 must be below 5, all there are"),
+        (("a.txt", "--encoding", "klingon"), "unknown encoding 'klingon': give bytes or one of"),
+        (("a.txt", "--encoding", "cl100k_base"), "cl100k_base"),
+        (("nothing",), "nothing is neither a file nor a folder"),
+        ((".", "--pattern", "*.py"), "no file matches '*.py'"),
+    ],
+)
+def test_impossible_wishes_are_refused(tmp_path, monkeypatch, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text")
+    done = run_pack("--out", "out", "--encoding", "bytes", *arguments)
+    assert done.returncode == 1 and sentence in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("data/pack.py: ")
+
+
+def test_an_encoding_beyond_uint16_is_refused(monkeypatch):
+    class Large:
+        n_vocab = 100277
+
+    monkeypatch.setattr(pack.tiktoken, "get_encoding", lambda name: Large)
+    with pytest.raises(ValueError, match="100277 ids, but a shard's uint16 has room for 65536"):
+        pack.get_encoding("cl100k_base")
+
+
+def test_killed_at_any_moment_it_leaves_whole_shards_and_a_rerun_finishes(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", [f"{i} " * 2000 for i in range(2000)])
+    choice = (lines, "--encoding", "bytes", "--shard_tokens", 700_000, "--workers", 2, "--out")
+    assert run_pack(*choice, tmp_path / "whole").returncode == 0
+    expected, out, kills = all_files(tmp_path / "whole"), tmp_path / "out", 0
+    for delay in itertools.chain(np.linspace(0.1, 1.5, 12), itertools.repeat(60)):
+        process = subprocess.Popen(command(*choice, out), stdout=subprocess.DEVNULL)
+        try:
+            process.wait(delay)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+        for path in out.glob("*.bin"):
+            assert path.read_bytes() == expected[path.name]
+        if process.returncode == 0:
+            break
+    assert kills and (out / "manifest.json").exists()
+    assert {name: all_files(out)[name] for name in expected} == expected
+
+
+def test_what_is_encoded_already_is_not_encoded_again(tmp_path, monkeypatch):
+    lines = write_lines(tmp_path / "a.jsonl", [f"{i} " * 9000 for i in range(60)])
+    chunks = list(pack.read_chunks([("a.jsonl", lines)], "auto", "text"))
+    calls = []
+
+    class Counting(pack.BytesEncoding):
+        @staticmethod
+        def encode_to_numpy(text, disallowed_special=()):
+            calls.append(text)
+            return np.frombuffer(text.encode(), np.uint8)
+
+    for name, value in (("encoding", Counting), ("parts", tmp_path), ("text_field", "text")):
+        monkeypatch.setattr(pack, name, value, raising=False)
+    first = [pack.encode_chunk(blocks) for blocks, _ in chunks]
+    assert len(chunks) > 1 and len(calls) == 60
+    assert [pack.encode_chunk(blocks) for blocks, _ in chunks] == first and len(calls) == 60
+    damaged = Path(f"{first[0][0]}.tokens")
+    damaged.write_bytes(b"xx" + damaged.read_bytes()[2:])
+    assert [pack.encode_chunk(blocks) for blocks, _ in chunks] == first and len(calls) > 60
+
+
+def test_an_interrupt_is_one_sentence_and_leaves_no_process(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", ["word " * 20000 for _ in range(1000)])
+    process = subprocess.Popen(
+        command(lines, "--out", tmp_path / "out", "--encoding", "bytes"), stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, start_new_session=True, text=True,
+    )  # fmt: skip
+    while not (tmp_path / "out" / "parts").exists() or not any(
+        (tmp_path / "out" / "parts").iterdir()
+    ):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)  # ends only when the workers, too, closed it
+    assert process.returncode == 130
+    assert error == "data/pack.py: stopped; the same command goes on from here\n"
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_packing_again_leaves_no_shard_of_before(tmp_path):
+    for text, shards in (("x" * 500, 6), ("x" * 50, 1)):
+        (tmp_path / "a.txt").write_text(text)
+        packed(tmp_path / "out", tmp_path / "a.txt", "--shard_tokens", 100, "--val_fraction", 0)
+        assert len(list((tmp_path / "out").glob("*.bin"))) == shards
