@@ -119,7 +119,9 @@ def bench_pack(args, folder):
     lines = lzma.open(args.pack, "rt", encoding="utf-8").read().splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     source, size = folder / "source.jsonl", sum(len(text.encode()) for text in texts)
-    source.write_text("\n".join(lines * args.copies) + "\n", encoding="utf-8")
+    with open(source, "w") as file:
+        for copy in range(args.copies):  # each another text: parts of equal text are encoded once
+            file.writelines(json.dumps({"text": f"{copy} {text}"}) + "\n" for text in texts)
     encoding, cores = tiktoken.get_encoding("gpt2"), len(os.sched_getaffinity(0))
     command = [sys.executable, ROOT / "data" / "pack.py", source, "--val_fraction", "0", "--out"]
 
