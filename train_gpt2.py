@@ -150,11 +150,10 @@ class CausalSelfAttention(nn.Module):
         self.rotary = Rotary(args.n_embd // args.n_head, args.sequence_length)
 
     def forward(self, x):  # (B, T, C)
-        B, T, C = x.shape
-        q, k, v = (c(x).view(B, T, self.n_head, -1) for c in (self.c_q, self.c_k, self.c_v))
+        q, k, v = (c(x).unflatten(-1, (self.n_head, -1)) for c in (self.c_q, self.c_k, self.c_v))
         heads = (x.transpose(1, 2) for x in (self.rotary(norm(q)), self.rotary(norm(k)), v))
         y = F.scaled_dot_product_attention(*heads, is_causal=True)  # (B, H, T, D)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.c_proj(y.transpose(1, 2).flatten(2))
 
 class MLP(nn.Module):
     def __init__(self, args):
@@ -423,8 +422,7 @@ def shard_size(path):
             f"{path} is no shard of tokens: make one with data/fineweb.py or data/pack.py")
     tokens, expected = int(header[2]), 4 * SHARD_HEADER + 2 * int(header[2])
     require(tokens > 0 and found == expected,
-            f"{path} is damaged: {found:,} bytes, not the {expected:,} of {tokens:,} tokens, which "
-            f"its header names; fetch or pack it again")
+            f"{path} is damaged: {found:,} bytes instead of {expected:,}; fetch or pack it again")
     return tokens
 
 class DistributedDataLoader:
@@ -458,6 +456,8 @@ class DistributedDataLoader:
         self.mapped = None, None  # a shard and its tokens
         self.ready, self.coming = [], (None, None)  # batches; where the next start, their future
         self.thread = ThreadPoolExecutor(1)
+        self.local = self.window // world_size  # tokens a step, of this rank
+        self.buffers = [np.empty((8, self.local + 4), np.uint16) for _ in range(2)]  # aligned rows
         odd = np.random.RandomState(0).randint(2**63, size=sequence_length + 1, dtype=np.uint64)
         self.odd = 2 * odd + 1  # the hash's factors: odd, so that no single change is missed
 
@@ -472,8 +472,8 @@ class DistributedDataLoader:
             i = bisect.bisect_right(self.ends, start)
             path, first = self.paths[i], start - self.ends[i] + self.sizes[i]
             # asked at each use: reading the map of a file cut short would kill without a word
-            require(os.path.exists(path) and os.stat(path).st_mtime_ns == self.times[i],
-                    f"{path} changed or vanished while in use: restore it and start again")
+            changed = os.stat(path).st_mtime_ns != self.times[i]
+            require(not changed, f"{path} changed while in use: restore it and start again")
             if self.mapped[0] != i:
                 tokens = np.memmap(path, np.uint16, "r", offset=4 * SHARD_HEADER)
                 self.mapped = i, tokens.view(np.ndarray)
@@ -484,15 +484,15 @@ class DistributedDataLoader:
             start, count = start + len(parts[-1]), count - len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def prepare(self, start, most=8):
-        """Return a list of (start, ids, hash) of `most` batches, fewer where the tokens end."""
-        left = most if self.allow_repeat else (self.total_tokens - 1 - start) // self.window
-        starts = [start + i * self.window for i in range(max(1, min(most, left)))]
-        local = self.window // self.world_size  # tokens of this rank
-        tokens = np.empty((len(starts), local + 4), np.uint16)[:, : local + 1]  # rows lie aligned
+    def prepare(self, start):
+        """Return (start, ids, hash) of up to 8 batches, in the buffer of the last but one call."""
+        left = 8 if self.allow_repeat else (self.total_tokens - 1 - start) // self.window
+        starts = [start + i * self.window for i in range(max(1, min(8, left)))]
+        self.buffers.reverse()
+        tokens = self.buffers[0][: len(starts), : self.local + 1]
         for row, start in zip(tokens, starts):
-            row[:] = self.read(start + self.rank * local, local + 1)
-        places = [(start + self.rank * local) // self.sequence_length for start in starts]
+            row[:] = self.read(start + self.rank * self.local, self.local + 1)
+        places = [(start + self.rank * self.local) // self.sequence_length for start in starts]
         ids = torch.from_numpy(tokens)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread; pinning needs it
@@ -513,7 +513,7 @@ class DistributedDataLoader:
             if self.coming[0] != self.position:  # the first, or moved by load_state_dict
                 self.coming = self.position, self.thread.submit(self.prepare, self.position)
             self.ready = self.coming[1].result()
-            start = self.position + len(self.ready) * self.window
+            start = self.ready[-1][0] + self.window
             self.coming = start, self.thread.submit(self.prepare, start)
         _, ids, hash_sum = self.ready.pop(0)
         self.position, self.hash_sum = self.position + self.window, self.hash_sum + hash_sum
