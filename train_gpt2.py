@@ -457,55 +457,56 @@ class DistributedDataLoader:
         self.ready, self.coming = [], (None, None)  # batches; where the next start, their future
         self.thread = ThreadPoolExecutor(1)
         self.local = self.window // world_size  # tokens a step, of this rank
-        self.buffers = [np.empty((8, self.local + 4), np.uint16) for _ in range(2)]  # aligned rows
+        self.buffers = [np.empty((16, self.local + 4), np.uint16) for _ in range(2)]  # aligned rows
         odd = np.random.RandomState(0).randint(2**63, size=sequence_length + 1, dtype=np.uint64)
         self.odd = 2 * odd + 1  # the hash's factors: odd, so that no single change is missed
 
-    def read(self, start, count):
-        """Return tokens start .. start + count of the stream, (count,) uint16, perhaps mapped."""
-        require(start + count <= self.total_tokens or self.allow_repeat,
-                f"{self.pattern!r} ends after {self.total_tokens:,} tokens: add shards or pass "
-                f"--allow_repeat=True")
-        parts = []
-        while count:
-            start %= self.total_tokens
-            i = bisect.bisect_right(self.ends, start)
-            path, first = self.paths[i], start - self.ends[i] + self.sizes[i]
-            # asked at each use: reading the map of a file cut short would kill without a word
-            changed = os.stat(path).st_mtime_ns != self.times[i]
-            require(not changed, f"{path} changed while in use: restore it and start again")
-            if self.mapped[0] != i:
-                tokens = np.memmap(path, np.uint16, "r", offset=4 * SHARD_HEADER)
-                self.mapped = i, tokens.view(np.ndarray)
-            parts.append(self.mapped[1][first : first + count])
-            require((most := parts[-1].max()) < self.vocab_size,
-                    f"{path} holds the token id {most}, but vocab_size={self.vocab_size}: take the "
-                    f"one of its encoding")
-            start, count = start + len(parts[-1]), count - len(parts[-1])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def shard(self, i):
+        """Return shard i's tokens in mapped memory, of one shard at a time."""
+        require(os.stat(self.paths[i]).st_mtime_ns == self.times[i],  # cut short, its map kills
+                f"{self.paths[i]} changed while in use: restore it and start again")
+        if self.mapped[0] != i:
+            tokens = np.memmap(self.paths[i], np.uint16, "r", offset=4 * SHARD_HEADER)
+            self.mapped = i, tokens.view(np.ndarray)
+        return self.mapped[1]
+
+    def read(self, start, count, most=1):
+        """Return (rows, count) uint16: tokens from start on, and of up to `most` windows there."""
+        start %= self.total_tokens
+        i = bisect.bisect_right(self.ends, start)
+        tokens = self.shard(i)[start - self.ends[i] :][None]  # the rest of the shard
+        rows = min(most, 1 + (tokens.size - count) // self.window)  # that this shard holds
+        if rows > 0:
+            tokens = np.lib.stride_tricks.as_strided(tokens, (rows, count), (2 * self.window, 2))
+        require((highest := tokens.max()) < self.vocab_size,
+                f"{self.paths[i]} holds the token id {highest}, but vocab_size={self.vocab_size}: "
+                f"take the one of its encoding")
+        return tokens if rows > 0 else np.hstack(
+            [tokens, self.read(start + tokens.size, count - tokens.size)])
 
     def prepare(self, start):
-        """Return (start, ids, hash) of up to 8 batches, in the buffer of the last but one call."""
-        left = 8 if self.allow_repeat else (self.total_tokens - 1 - start) // self.window
-        starts = [start + i * self.window for i in range(max(1, min(8, left)))]
+        """Return (start, ids, hash) of up to 16 batches, in the buffer of the last but one call."""
+        left = 16 if self.allow_repeat else (self.total_tokens - 1 - start) // self.window
+        require(left > 0, f"{self.pattern!r} ends after {self.total_tokens:,} tokens: add shards, "
+                f"or pass --allow_repeat=True")
+        rows = self.read(start + self.rank * self.local, self.local + 1, min(16, left))
         self.buffers.reverse()
-        tokens = self.buffers[0][: len(starts), : self.local + 1]
-        for row, start in zip(tokens, starts):
-            row[:] = self.read(start + self.rank * self.local, self.local + 1)
-        places = [(start + self.rank * self.local) // self.sequence_length for start in starts]
+        tokens = self.buffers[0][: len(rows), : self.local + 1]
+        tokens[:] = rows
+        starts = range(start, start + len(rows) * self.window, self.window)
         ids = torch.from_numpy(tokens)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread; pinning needs it
             ids = ids.long().pin_memory()
-        return list(zip(starts, ids, self.hash_sequences(tokens, places).tolist()))
+        return list(zip(starts, ids, self.hash_sequences(tokens, starts).tolist()))
 
-    def hash_sequences(self, tokens, places):
-        """Return for rows of n sequences and a token, the first at places, their hashes, uint64."""
+    def hash_sequences(self, tokens, starts):
+        """Return a hash of each row of tokens, this rank's of the windows at starts; uint64."""
         T, size = self.sequence_length, math.gcd(self.sequence_length, 4)  # tokens taken as one
         words = tokens[:, :-1].view(f"u{2 * size}").reshape(len(tokens), -1, T // size)
         sums = words @ self.odd[: T // size] + (tokens[:, T::T] + np.uint64(1)) * self.odd[-1]
-        places = np.add.outer(places, np.arange(sums.shape[1])).astype(np.uint64)
-        return (sums * (2 * places + 1)).sum(axis=1)
+        place = (np.array(starts) + self.rank * self.local)[:, None] // T + np.arange(sums.shape[1])
+        return (sums * (2 * place.astype(np.uint64) + 1)).sum(axis=1)
 
     def next_batch(self):
         """Return (inputs, targets), each (batch_size // world_size, T) int64 on `device`."""
@@ -710,7 +711,7 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
     planned, held = args.num_iterations * train_loader.window, train_loader.total_tokens
     log(f"train data: {len(train_loader.paths)} shards, {held:,} tokens; {args.num_iterations} "
         f"steps read {planned:,} ({planned / held:.3f} epochs)")
-    counted = hashlib.sha256(val_loader.read(0, args.val_tokens + 1)).hexdigest()
+    counted = hashlib.sha256(val_loader.read(0, args.val_tokens + 1)[0]).hexdigest()
     log(f"val data: {len(val_loader.paths)} shards, {val_loader.total_tokens:,} tokens; the first "
         f"{args.val_tokens:,} count, val_hash:{counted[:16]}")
     log_optimizers(log, gpt, optimizers, world_size)
@@ -739,20 +740,19 @@ def weight_sums(gpt):
             for name, p in gpt.named_parameters()}
 
 def check_ranks_agree(values, sentence):
-    """Raise RuntimeError on all ranks, naming ranks and key, unless their dicts are equal."""
+    """Raise ValueError on all ranks, naming ranks and key, unless their dicts are equal."""
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, values)
-    for key in sorted(set().union(*of_ranks)):
+    for key in dict.fromkeys(itertools.chain(*of_ranks)):
         held = [of_rank.get(key) for of_rank in of_ranks]
         differ = [rank for rank, value in enumerate(held) if value != max(held, key=held.count)]
-        require(not differ, f"the ranks {differ} hold another {key} than the others: {sentence}",
-                RuntimeError)
+        require(not differ, f"the ranks {differ} hold another {key} than the others: {sentence}")
 
 def warm_up(gpt, optimizers, args, train_loader):
     """Compile all by a training and a validation step on the first tokens; leave no trace."""
     T, device = args.sequence_length, train_loader.device
     rows = min(args.batch_size // train_loader.world_size, 2 * args.device_batch_size)
-    tokens = torch.from_numpy(train_loader.read(0, rows * T + 1).astype(np.int64)).to(device)
+    tokens = torch.from_numpy(train_loader.read(0, rows * T + 1)[0].astype(np.int64)).to(device)
     inputs, targets = tokens[:-1].view(rows, T), tokens[1:].view(rows, T)
     try:
         train_step(gpt, optimizers, inputs, targets, 0.0, args)  # at learning rates of 0

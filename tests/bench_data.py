@@ -60,7 +60,7 @@ class PlainLoader:
 class Unhashed(DistributedDataLoader):
     """Ours without the hash of the stream, to show what that costs."""
 
-    def hash_sequences(self, tokens, places):
+    def hash_sequences(self, tokens, starts):
         return np.zeros(len(tokens), np.uint64)
 
 

@@ -329,7 +329,7 @@ def weights_differ(rank, world_size, spoiled):
         gpt.h[1].mlp.c_fc.weight.data[3, 3] *= 1 + 2**-20
     try:
         train_gpt2.check_ranks_agree(train_gpt2.weight_sums(gpt), "void")
-    except RuntimeError as error:
+    except ValueError as error:
         return str(error)
 
 
