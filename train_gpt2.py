@@ -449,7 +449,7 @@ class DistributedDataLoader:
         self.window = batch_size * sequence_length  # tokens a step, of all ranks
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.sizes = [shard_size(path) for path in self.paths]
-        self.times = [os.stat(path).st_mtime_ns for path in self.paths]  # of the last change
+        self.times = [os.stat(path).st_ctime_ns for path in self.paths]  # of the last change
         self.ends = np.cumsum(self.sizes).tolist()  # of the shards, in tokens of the stream
         self.total_tokens = self.ends[-1]
         self.position, self.hash_sum = 0, 0  # next token of the stream; of this rank's sequences
@@ -463,7 +463,7 @@ class DistributedDataLoader:
 
     def shard(self, i):
         """Return shard i's tokens in mapped memory, of one shard at a time."""
-        require(os.stat(self.paths[i]).st_mtime_ns == self.times[i],  # cut short, its map kills
+        require(os.stat(self.paths[i]).st_ctime_ns == self.times[i],  # cut short, its map kills
                 f"{self.paths[i]} changed while in use: restore it and start again")
         if self.mapped[0] != i:
             tokens = np.memmap(self.paths[i], np.uint16, "r", offset=4 * SHARD_HEADER)
@@ -472,17 +472,18 @@ class DistributedDataLoader:
 
     def read(self, start, count, most=1):
         """Return (rows, count) uint16: tokens from start on, and of up to `most` windows there."""
-        start %= self.total_tokens
-        i = bisect.bisect_right(self.ends, start)
-        tokens = self.shard(i)[start - self.ends[i] :][None]  # the rest of the shard
-        rows = min(most, 1 + (tokens.size - count) // self.window)  # that this shard holds
-        if rows > 0:
-            tokens = np.lib.stride_tricks.as_strided(tokens, (rows, count), (2 * self.window, 2))
-        require((highest := tokens.max()) < self.vocab_size,
-                f"{self.paths[i]} holds the token id {highest}, but vocab_size={self.vocab_size}: "
-                f"take the one of its encoding")
-        return tokens if rows > 0 else np.hstack(
-            [tokens, self.read(start + tokens.size, count - tokens.size)])
+        parts = []
+        while count:
+            start %= self.total_tokens
+            i = bisect.bisect_right(self.ends, start)
+            rest = self.shard(i)[start - self.ends[i] :]  # of the shard; windows only inside it
+            rows = 1 if parts else max(1, min(most, 1 + (rest.size - count) // self.window))
+            shape = rows, min(count, rest.size)
+            parts.append(np.lib.stride_tricks.as_strided(rest, shape, (2 * self.window, 2)))
+            require((token := parts[-1].max()) < self.vocab_size, f"{self.paths[i]} holds the "
+                    f"token id {token}, but vocab_size={self.vocab_size}: take its encoding's")
+            start, count = start + shape[1], count - shape[1]
+        return parts[0] if len(parts) == 1 else np.hstack(parts)
 
     def prepare(self, start):
         """Return (start, ids, hash) of up to 16 batches, in the buffer of the last but one call."""
@@ -504,7 +505,7 @@ class DistributedDataLoader:
         """Return a hash of each row of tokens, this rank's of the windows at starts; uint64."""
         T, size = self.sequence_length, math.gcd(self.sequence_length, 4)  # tokens taken as one
         words = tokens[:, :-1].view(f"u{2 * size}").reshape(len(tokens), -1, T // size)
-        sums = words @ self.odd[: T // size] + (tokens[:, T::T] + np.uint64(1)) * self.odd[-1]
+        sums = words @ self.odd[: T // size] + (1 + tokens[:, T::T].astype("u8")) * self.odd[-1]
         place = (np.array(starts) + self.rank * self.local)[:, None] // T + np.arange(sums.shape[1])
         return (sums * (2 * place.astype(np.uint64) + 1)).sum(axis=1)
 
@@ -665,7 +666,7 @@ def open_data(args, rank, world_size, device):
     require(held > args.val_tokens,
             f"val_tokens={args.val_tokens} needs one token more, but {args.val_files!r} holds "
             f"{held:,}: add shards, or pass --val_tokens of at most {(held - 1) // T * T}")
-    both = set(train_loader.paths) & set(val_loader.paths)
+    both = {*map(os.path.realpath, train_loader.paths)} & {*map(os.path.realpath, val_loader.paths)}
     require(not both, f"{both} is in train_files and in val_files: keep them apart")
     return train_loader, val_loader
 
@@ -872,8 +873,7 @@ def parse_args(argv):
     """Return Hyperparameters from `--field=value` arguments. ValueError for any other argument."""
     fields = {field.name: field for field in dataclasses.fields(Hyperparameters)}
     if "--help" in argv or "-h" in argv:
-        rows = (f"  --{name}={f.default!r} ({f.type.__name__})" for name, f in fields.items())
-        print(__doc__, *rows, sep="\n")
+        print(__doc__, *(f"  --{name}={f.default!r}" for name, f in fields.items()), sep="\n")
         sys.exit(0)
     values = {}
     for argument in argv:

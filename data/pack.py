@@ -4,7 +4,8 @@
 
 INPUT: files, folders, or - for standard input. A .jsonl file holds one document a line, a .parquet
 file one a row (their text in --text_field; parquet needs pyarrow); any other file is one document,
-UTF-8. All may be compressed: .gz, .xz, or .zst (which needs zstandard).
+UTF-8. All may be compressed: .gz, .xz, or .zst (which needs zstandard). Folders are walked without
+following links, and without DIR.
 
 Order: inputs as given, a folder's files by their sorted relative paths, lines and rows as they
 stand; --shuffle_seed deals all documents out anew. End-of-text leads each. A document is held out
@@ -13,15 +14,18 @@ adding documents moves no other between the splits. With --val_tokens the bar is
 split holds more than N tokens, and kept when documents are added and packed into the same DIR.
 
 Writes DIR/train_000001.bin..., DIR/val_000000.bin... and last DIR/manifest.json: the same bytes for
-any number of workers. A shard appears only when it is whole. Until the end the tokens wait in
-DIR/parts: killed at any moment, the same command goes on where it was. Memory is constant but for
-40 bytes a document.
+any number of workers. Until all shards are whole they wait in DIR/.pack, as do the tokens, which
+need as much room again: killed at any moment, the same command goes on where it was. Memory is
+constant but for about 120 bytes a document.
 """
 
 import argparse
 import codecs
 import collections
 import concurrent.futures
+import contextlib
+import fcntl
+import fnmatch
 import gzip
 import hashlib
 import io
@@ -44,7 +48,7 @@ import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from shards import write_shard
+from shards import file_sha256, write_shard
 
 CHUNK = 2**20  # bytes of text that a worker takes at a time, and of a piece of a long document
 # Where a long document may be cut: no pattern of an encoding of at most 65536 ids takes a
@@ -53,6 +57,7 @@ CUT = re.compile(r"\S(?=[ \t\n\r])")
 # What a worker takes: form is jsonl (content: lines, bytes), parquet (rows, a list), text (a
 # document or a piece of one, str; first: it starts there) or bad (the reason); line: of its start.
 Block = collections.namedtuple("Block", "name line form content first")
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # any other: text
 PIECE = np.dtype([  # what is kept of each document, or piece of one
     ("tokens", "u4"), ("bytes", "u4"), ("key", "u4"), ("text", "u8"), ("first", "?"), ("bad", "?"),
 ])  # fmt: skip
@@ -79,9 +84,11 @@ def get_encoding(name):
             f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
             f"TIKTOKEN_CACHE_DIR to a folder that has it, or take --encoding bytes"
         ) from None
-    except ValueError:
-        known = ", ".join(tiktoken.list_encoding_names())
-        raise ValueError(f"unknown encoding {name!r}: give bytes or one of {known}") from None
+    except ValueError as error:
+        known = tiktoken.list_encoding_names()
+        reason = f"the vocabulary of {name} is damaged ({error})" if name in known else (
+            f"unknown encoding {name!r}: give bytes or one of {', '.join(known)}")  # fmt: skip
+        raise ValueError(reason) from None
     if encoding.n_vocab > 65536:
         raise ValueError(
             f"encoding {name} has {encoding.n_vocab} ids, but a shard's uint16 has room for 65536: "
@@ -100,7 +107,19 @@ class MissingPackage(ValueError):
     """A format that only an optional package reads."""
 
 
-def list_files(inputs, pattern, exclude):
+def walk(folder, out):
+    """Yield (relative name, path) of the files in a folder, but for those in out; OSError."""
+
+    def fail(error):
+        raise error
+
+    for root, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if Path(root, name).resolve() != out.resolve()]
+        for path in (Path(root, name) for name in names):
+            yield path.relative_to(folder).as_posix(), path
+
+
+def list_files(inputs, pattern, exclude, out):
     """Return [(name, path)] in order; path None is standard input. ValueError for no input."""
     files = []
     for given in inputs:
@@ -108,8 +127,8 @@ def list_files(inputs, pattern, exclude):
         if given == "-":
             files.append((given, None))
         elif path.is_dir():
-            found = {p.relative_to(path).as_posix(): p for p in path.rglob(pattern) if p.is_file()}
-            files += [(name, found[name]) for name in sorted(found) if name not in exclude]
+            files += [(name, file) for name, file in sorted(walk(path, out))
+                      if fnmatch.fnmatch(file.name, pattern) and name not in exclude]  # fmt: skip
         elif path.exists():
             files.append((path.name, path))
         else:
@@ -119,16 +138,40 @@ def list_files(inputs, pattern, exclude):
     return files
 
 
+class ZstdFile(io.RawIOBase):
+    """The content of a .zst file. Raises EOFError if it is cut off; zstandard's own ends there."""
+
+    def __init__(self, file):
+        import zstandard
+
+        self.file, self.new = file, zstandard.ZstdDecompressor().decompressobj
+        self.frame, self.waiting = None, b""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.waiting:
+            data = self.frame.unused_data if self.frame and self.frame.eof else b""
+            data = data or self.file.read(2**17)
+            if not data:
+                if self.frame and not self.frame.eof:
+                    raise EOFError("the file is cut off")
+                return 0
+            self.frame = self.new() if self.frame is None or self.frame.eof else self.frame
+            self.waiting = self.frame.decompress(data)
+        part, self.waiting = self.waiting[: len(buffer)], self.waiting[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
 def decompress(file, compression):
     """Return a binary file with the content of `file`."""
     if compression == ".zst":
         try:
-            import zstandard
+            return io.BufferedReader(ZstdFile(file))
         except ImportError:
             raise MissingPackage("a .zst file needs a package: pip install zstandard") from None
-        return io.BufferedReader(
-            zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-        )
     return {"": lambda file: file, ".gz": gzip.open, ".xz": lzma.open}[compression](file)
 
 
@@ -138,7 +181,7 @@ def read_blocks(name, path, form, text_field):
     if compression not in (".gz", ".xz", ".zst"):
         base, compression = name, ""
     if form == "auto":
-        form = {".jsonl": "jsonl", ".parquet": "parquet"}.get(os.path.splitext(base)[1], "text")
+        form = FORMATS.get(os.path.splitext(base)[1].lower(), "text")
     reader = {"jsonl": read_lines, "parquet": read_rows, "text": read_text}[form]
     line, begun = 1, False  # begun: a text of which some pieces are out already
     try:
@@ -156,10 +199,21 @@ def read_blocks(name, path, form, text_field):
 
 
 def read_lines(file, text_field):
-    number = 1
-    while lines := file.readlines(CHUNK):
-        yield number, b"".join(lines), True
-        number += len(lines)
+    """Yield lines together. Where the file cannot be read on, the lines before count."""
+    number, lines, size, damage = 1, [], 0, None
+    while damage is None:
+        try:
+            lines.append(next(file))
+        except StopIteration:
+            damage = ""
+        except Exception as error:  # of the disk, or of a library
+            damage = f"cannot be read on ({error})"
+        size += len(lines[-1]) if lines else 0
+        if lines and (size >= CHUNK or damage is not None):
+            yield number, b"".join(lines), True
+            number, lines, size = number + len(lines), [], 0
+    if damage:
+        raise Bad(number, damage)
 
 
 def read_rows(file, text_field):
@@ -201,8 +255,8 @@ def read_chunks(files, form, text_field):
         position = 0
         for block, position in read_blocks(name, path, form, text_field):
             blocks.append(block)
-            size += sum(map(len, filter(None, block.content))) if (
-                block.form == "parquet") else len(block.content)  # fmt: skip
+            texts = block.content if block.form == "parquet" else [block.content]
+            size += sum(len(text) for text in texts if isinstance(text, (str, bytes)))
             if size >= CHUNK // 2:
                 yield blocks, done + position
                 blocks, size, done = [], 0, -position
@@ -289,7 +343,8 @@ def encode_chunk(blocks):
 
 def save_part(path, tokens, rows):
     mark = f".{os.getpid()}.partial"
-    tokens.tofile(f"{path}.tokens{mark}")
+    with open(f"{path}.tokens{mark}", "wb") as file:
+        file.write(tokens)
     os.replace(f"{path}.tokens{mark}", f"{path}.tokens")
     with open(f"{path}.rows{mark}", "wb") as file:
         file.write(zlib.crc32(tokens).to_bytes(4, "little") + rows.tobytes())
@@ -326,12 +381,16 @@ class Documents:
         self.kept = ~np.logical_or.reduceat(rows["bad"], firsts)
 
     def drop_duplicates(self):
-        """Keep of equal texts the first; return how many were dropped."""
+        """Keep of equal texts the first with the lowest key; return how many were dropped.
+
+        So a copy that is added cannot move a document that is held out to the other split.
+        """
         kept = np.flatnonzero(self.kept)
-        _, firsts = np.unique(self.text[kept], return_index=True)
+        kept = kept[np.argsort(self.key[kept], kind="stable")]
+        _, lowest = np.unique(self.text[kept], return_index=True)
         self.kept[:] = False
-        self.kept[kept[firsts]] = True
-        return len(kept) - len(firsts)
+        self.kept[kept[lowest]] = True
+        return len(kept) - len(lowest)
 
     def read(self, order):
         """Yield the tokens of the documents in this order, uint16; neighbours together."""
@@ -389,11 +448,20 @@ def write_split(folder, split, number, documents, order, shard_tokens):
     }
 
 
-def write_whole(path, text):
-    """Write a text file that appears under its name only when it is whole."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+def publish(waiting, out, sums, texts):
+    """Move the whole shards and {name: text} from the folder `waiting` to out, and no others stay.
+
+    A shard that is there already, byte for byte, is left as it is: it may be in use.
+    """
+    for path in {*out.glob("train_*.bin"), *out.glob("val_*.bin")}:
+        if path.name not in sums or file_sha256(path) != sums[path.name]:
+            path.unlink()  # of an earlier pack: a glob would read it
+    for name in sums:
+        if not (out / name).exists():
+            os.replace(waiting / name, out / name)
+    for name, text in texts.items():
+        (waiting / name).write_text(text, encoding="utf-8")
+        os.replace(waiting / name, out / name)
 
 
 # -----------------------------------------------------------------------------
@@ -435,50 +503,81 @@ def encode_all(files, args, parts):
     return paths, bad
 
 
-def pack(args):
-    """Write the shards and manifest.json of all inputs into args.out; return the manifest."""
-    encoding = get_encoding(args.encoding)  # before the workers start: they share it
-    files = list_files(args.inputs, args.pattern, args.exclude)
-    parts, manifest_path = args.out / "parts", args.out / "manifest.json"
-    parts.mkdir(parents=True, exist_ok=True)
-    earlier = json.loads(manifest_path.read_text()) if manifest_path.exists() else {}
-    paths, bad = encode_all(files, args, parts)
-    documents = Documents(paths) if paths else None
-    if documents is None or not documents.kept.any():
-        raise ValueError(f"no document with text in {', '.join(args.inputs)}")
-    dropped = documents.drop_duplicates() if args.drop_duplicates else 0
-    bar = validation_bar(documents, args.val_tokens, args.val_fraction, earlier.get("val_below", 0))
+def read_manifest(path):
+    """Return the manifest of an earlier pack, {} without one. Raises ValueError if it is none."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} is no manifest of a pack: move it away") from None
+
+
+def choose(documents, args, earlier):
+    """Return (indices of the training documents, of the validation documents, the bar)."""
+    same = args.val_tokens and earlier.get("val_tokens") == args.val_tokens
+    bar = validation_bar(documents, args.val_tokens, args.val_fraction,
+                         earlier["val_below"] if same else 0)  # fmt: skip
     order = np.arange(len(documents.kept))
     if args.shuffle_seed is not None:
         order = np.random.RandomState(args.shuffle_seed).permutation(order)
     order = order[documents.kept[order]]
     held_out = documents.key[order] < bar
-    manifest_path.unlink(missing_ok=True)  # what it says ends here; the new one comes last
-    splits = {
-        "train": write_split(args.out, "train", 1, documents, order[~held_out], args.shard_tokens),
-        "val": write_split(args.out, "val", 0, documents, order[held_out], args.shard_tokens),
-    }
-    sums = [split["sha256"] for split in splits.values()]
-    for stale in {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}:
-        if not any(stale.name in files for files in sums):
-            stale.unlink()  # of an earlier, longer pack: a glob would read it
-    manifest = {
-        "encoding": args.encoding,
-        "vocab_size": encoding.n_vocab,
-        "data_hash": hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16],
-        "source": args.inputs,
-        "files": len(files),
-        "shuffle_seed": args.shuffle_seed,
-        "val_below": bar,
-        "dropped_duplicates": dropped,
-        "skipped": dict(collections.Counter(re.sub(r" \(.*", "", reason) for *_, reason in bad)),
-        **splits,
-    }
-    skipped = [f"{name}:{line} {reason}\n" for name, line, reason in bad]
-    write_whole(args.out / "skipped.txt", "".join(skipped))
-    write_whole(manifest_path, json.dumps(manifest, indent=2) + "\n")
-    shutil.rmtree(parts)
+    if held_out.all():
+        raise ValueError("all documents are held out, none is left for training: give more "
+                         "documents, or lower --val_tokens or --val_fraction")  # fmt: skip
+    return order[~held_out], order[held_out], bar
+
+
+def pack(args):
+    """Write the shards and manifest.json of all inputs into args.out; return the manifest."""
+    encoding = get_encoding(args.encoding)  # before the workers start: they share it
+    files = list_files(args.inputs, args.pattern, args.exclude, args.out)
+    waiting, earlier = args.out / ".pack", read_manifest(args.out / "manifest.json")
+    waiting.mkdir(parents=True, exist_ok=True)
+    with lock(waiting):
+        paths, bad = encode_all(files, args, waiting)
+        documents = Documents(paths) if paths else None
+        if documents is None or not documents.kept.any():
+            raise ValueError(f"no document with text in {', '.join(args.inputs)}")
+        dropped = documents.drop_duplicates() if args.drop_duplicates else 0
+        train, val, bar = choose(documents, args, earlier)
+        splits = {
+            "train": write_split(waiting, "train", 1, documents, train, args.shard_tokens),
+            "val": write_split(waiting, "val", 0, documents, val, args.shard_tokens),
+        }
+        sums = [split["sha256"] for split in splits.values()]
+        reasons = collections.Counter(re.sub(r" \(.*", "", reason) for *_, reason in bad)
+        manifest = {
+            "encoding": args.encoding,
+            "vocab_size": encoding.n_vocab,
+            "data_hash": hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16],
+            "source": args.inputs,
+            "files": len(files),
+            "shuffle_seed": args.shuffle_seed,
+            "val_tokens": args.val_tokens,
+            "val_below": bar,
+            "dropped_duplicates": dropped,
+            "skipped": dict(reasons),
+            **splits,
+        }
+        skipped = "".join(f"{name}:{line} {reason}\n" for name, line, reason in bad)
+        texts = {"skipped.txt": skipped, "manifest.json": json.dumps(manifest, indent=2) + "\n"}
+        publish(waiting, args.out, {**sums[0], **sums[1]}, texts)
+        shutil.rmtree(waiting)
     return manifest
+
+
+@contextlib.contextmanager
+def lock(folder):
+    """Hold a folder alone. Raises ValueError if another process does."""
+    with open(folder / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another pack writes into {folder.parent}: wait for its end, or give "
+                             f"another --out") from None  # fmt: skip
+        yield
 
 
 def parse_args():
@@ -529,6 +628,8 @@ def main():
               f"{part['bytes']:,} bytes, {len(part['sha256'])} shards")  # fmt: skip
     for reason, count in manifest["skipped"].items():
         print(f"skipped: {count:,} x {reason}; each is named in {args.out / 'skipped.txt'}")
+    if not manifest["val"]["documents"] and args.val_fraction:
+        print("note: no document is held out for validation: raise --val_fraction")
     print(f"data_hash:{manifest['data_hash']}")
 
 

@@ -39,6 +39,15 @@ def shard_size(path):
     return tokens
 
 
+def file_sha256(path):
+    """Return the sha256 of a file, 64 hex digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def write_shard(path, tokens, arrays):
     """Write uint16 arrays of `tokens` values together as one shard; return its sha256.
 

@@ -178,12 +178,12 @@ def test_shards_come_once(hub, listed, storage):
         hub.storage = f"http://localhost:{hub.server_port}/storage/"
     code, stdout, _ = hub.run()
     assert code == 0 and "3 files, 150,000 tokens" in stdout and "enough for 0 steps" in stdout
-    assert sorted(path.name for path in hub.out.iterdir()) == [".lock", *sorted(NAMES)]
+    notes = [f"{name}.sha256" for name in NAMES if name not in listed]
+    assert sorted(path.name for path in hub.out.iterdir()) == sorted([".lock", *NAMES, *notes])
     assert hub.gets() == 3 and sum(hub.sent) == 3 * SIZE
     hub.requests.clear()
     assert hub.run()[0] == 0
-    heads = [] if listed else [("HEAD", name, 0) for name in sorted(NAMES)]
-    assert sorted(hub.requests) == heads
+    assert not hub.requests  # a machine without network can check what it has
 
 
 # fault: (method, requests hit, what is otherwise), bytes in .partial, first bytes asked (...: any)

@@ -251,7 +251,26 @@ def test_what_is_no_readable_file_is_refused(tmp_path):
         DistributedDataLoader(pattern, 8, 4, 0, 3, "cpu")
 
 
+def test_a_batch_may_span_thousands_of_shards(tmp_path):
+    stream = np.arange(3000)
+    loader = open_ranks(fresh_shards(tmp_path, np.split(stream, 1500)), 2, 1400, 1)[0]
+    # names sort as text: s_0, s_1, s_10, s_100, ...
+    order = sorted(range(1500), key=str)
+    stream = stream.reshape(1500, 2)[order].ravel()
+    assert (loader.next_batch()[0].numpy().ravel() == stream[:2800]).all()
+    endless = open_ranks(str(tmp_path / "s_0.bin"), 1, 5000, 1, repeat=True)[0]
+    assert (endless.next_batch()[0].numpy().ravel() == np.arange(5000) % 2).all()
+
+
+def replace_by_a_shorter(path):
+    """Rename another shard over path that has its time of modification, as cp -p does."""
+    other = write_shard(path.with_suffix(".new"), range(50))
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.rename(path)
+
+
 CHANGES = {
+    "replaced, with the old one's time": replace_by_a_shorter,
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
     "rewritten": lambda path: path.write_bytes(path.read_bytes()),
     "replaced": lambda path: write_shard(path.with_suffix(".new"), range(50)).rename(path),

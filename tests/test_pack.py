@@ -215,7 +215,7 @@ BAD = {  # name, content, what is said
     "half a surrogate pair": ("b.jsonl", b'{"text": "\\ud800"}\n', "b.jsonl:1 is not Unicode"),
     "empty document": ("b.jsonl", GOOD + b'{"text": ""}\n', "b.jsonl:2 is empty"),
     "empty file": ("a.txt", b"", "a.txt:1 is empty"),
-    "cut off gzip": ("b.jsonl.gz", gzip.compress(GOOD * 9)[:-9], "b.jsonl.gz:1 cannot be read on"),
+    "cut off gzip": ("b.jsonl.gz", gzip.compress(GOOD * 9)[:-9], "b.jsonl.gz:10 cannot be read on"),
     "no gzip": ("b.jsonl.gz", GOOD, "b.jsonl.gz:1 cannot be read on"),
     "cut off xz": ("a.txt.xz", lzma.compress(b"x" * 999)[:-9], "a.txt.xz:1 cannot be read on"),
 }
@@ -237,6 +237,49 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
     assert (tmp_path / "out" / "skipped.txt").read_text().startswith(sentence)
     documents = split_documents(tmp_path / "out", "train")
     assert documents[-1] == b"good" and set(documents[:-1]) <= {b"x"}
+
+
+def test_a_zst_file_that_is_cut_off_is_bad(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    whole = zstandard.compress(os.urandom(300_000).hex().encode())
+    for size in (len(whole) // 2, 5):
+        (tmp_path / "a.txt.zst").write_bytes(whole[:size])
+        done = run_pack(tmp_path / "a.txt.zst", "--out", tmp_path / "out", "--encoding", "bytes")
+        assert done.returncode == 1
+        assert "a.txt.zst:1 cannot be read on (the file is cut off)" in done.stderr
+
+
+def test_lines_before_the_damage_count(tmp_path):
+    lines = [json.dumps({"text": os.urandom(20).hex()}).encode() for _ in range(60_000)]
+    content = b"\n".join(lines) + b"\n"
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content)[:-5000])
+    packed(tmp_path / "out", tmp_path / "a.jsonl.gz", "--skip_bad", "--val_fraction", 0)
+    documents = split_documents(tmp_path / "out", "train")
+    assert len(documents) > 59_000
+    assert documents == [json.loads(line)["text"].encode() for line in lines[: len(documents)]]
+    skipped = (tmp_path / "out" / "skipped.txt").read_text()
+    assert skipped.startswith(f"a.jsonl.gz:{len(documents) + 1} cannot be read on")
+
+
+def test_packing_again_changes_nothing_and_reads_none_of_its_own_output(tmp_path):
+    source = tmp_path / "in"
+    (source / "parts").mkdir(parents=True)
+    (source / "parts" / "a.txt").write_text("text " * 200)
+    times = []
+    for _ in range(2):
+        packed(source / "out", source, "--shard_tokens", 300, "--val_fraction", 0)
+        times.append([path.stat().st_mtime_ns for path in sorted((source / "out").glob("*.bin"))])
+    assert len(times[0]) == 4 and times[0] == times[1]  # a run that reads them goes on
+    assert (source / "parts" / "a.txt").exists()
+    assert split_documents(source / "out", "train") == [b"text " * 200]
+
+
+def test_a_second_pack_into_a_folder_in_use_is_refused(tmp_path):
+    (tmp_path / "out" / ".pack").mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("text")
+    with pack.lock(tmp_path / "out" / ".pack"):
+        done = run_pack(tmp_path / "a.txt", "--out", tmp_path / "out", "--encoding", "bytes")
+    assert done.returncode == 1 and "another pack writes into" in done.stderr
 
 
 def test_a_text_that_breaks_off_is_dropped_whole(tmp_path):
@@ -261,6 +304,7 @@ def test_a_file_that_vanishes_is_bad(tmp_path):
         (("a.txt", "--val_tokens", 100), "--val_tokens=100 must be below 5, all there are"),
         (("a.txt", "--encoding", "klingon"), "unknown encoding 'klingon': give bytes or one of"),
         (("a.txt", "--encoding", "cl100k_base"), "cl100k_base"),
+        (("a.txt", "--val_fraction", 1), "all documents are held out"),
         (("nothing",), "nothing is neither a file nor a folder"),
         ((".", "--pattern", "*.py"), "no file matches '*.py'"),
     ],
@@ -330,9 +374,7 @@ def test_an_interrupt_is_one_sentence_and_leaves_no_process(tmp_path):
         command(lines, "--out", tmp_path / "out", "--encoding", "bytes"), stderr=subprocess.PIPE,
         stdout=subprocess.PIPE, start_new_session=True, text=True,
     )  # fmt: skip
-    while not (tmp_path / "out" / "parts").exists() or not any(
-        (tmp_path / "out" / "parts").iterdir()
-    ):
+    while not list((tmp_path / "out").glob(".pack/*.rows")):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=30)  # ends only when the workers, too, closed it
