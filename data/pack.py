@@ -270,8 +270,7 @@ def read_chunks(files, form, text_field):
 def start_worker(name, folder, field):
     global encoding, parts, text_field
     encoding, parts, text_field = get_encoding(name), folder, field
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a worker ends with its parent, however that ends
-    parent = multiprocessing.parent_process()
+    parent = multiprocessing.parent_process()  # a worker ends with its parent, however that ends
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
@@ -472,6 +471,8 @@ def encode_all(files, args, parts):
     paths, bad, waiting = [], [], collections.deque()
     settings = args.encoding, parts, args.text_field
     pool = concurrent.futures.ProcessPoolExecutor(args.workers, None, start_worker, settings)
+    pool.submit(int)  # starts the workers, before there is another thread
+    threading.Thread(target=stop_on_interrupt, daemon=True).start()
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
 
     def take_oldest():
@@ -613,15 +614,20 @@ def parse_args():
     return args
 
 
+def stop_on_interrupt():
+    """End at an interrupt, even in the middle of a read; the workers see it and end, too."""
+    signal.sigwait({signal.SIGINT})
+    os.write(2, b"data/pack.py: stopped; the same command goes on from here\n")
+    os._exit(130)
+
+
 def main():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # left to stop_on_interrupt
     try:
         args = parse_args()
         manifest = pack(args)
     except (ValueError, OSError) as error:
         sys.exit(f"data/pack.py: {error}")
-    except KeyboardInterrupt:
-        print("data/pack.py: stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
     for split in ("train", "val"):
         part = manifest[split]
         print(f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, "

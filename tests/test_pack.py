@@ -369,17 +369,18 @@ def test_what_is_encoded_already_is_not_encoded_again(tmp_path, monkeypatch):
 
 
 def test_an_interrupt_is_one_sentence_and_leaves_no_process(tmp_path):
-    lines = write_lines(tmp_path / "a.jsonl", ["word " * 20000 for _ in range(1000)])
     process = subprocess.Popen(
-        command(lines, "--out", tmp_path / "out", "--encoding", "bytes"), stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, start_new_session=True, text=True,
+        command("-", "--out", tmp_path / "out", "--encoding", "bytes"), stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
+    process.stdin.write(b"word " * 2_000_000)  # and no end of it
+    process.stdin.flush()
     while not list((tmp_path / "out").glob(".pack/*.rows")):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=30)  # ends only when the workers, too, closed it
-    assert process.returncode == 130
-    assert error == "data/pack.py: stopped; the same command goes on from here\n"
+    error = process.stderr.read()  # ends only when the workers, too, closed it
+    assert process.wait(30) == 130
+    assert error == b"data/pack.py: stopped; the same command goes on from here\n"
     assert not list((tmp_path / "out").glob("*.bin"))
 
 

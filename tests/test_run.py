@@ -329,8 +329,13 @@ import os, sys
 import train_gpt2
 
 train_gpt2.main(train_gpt2.parse_args(sys.argv[1:]))
-tasks = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
-sys.exit(any("gloo" in task for task in tasks))
+for task in os.listdir("/proc/self/task"):
+    try:
+        name = open(f"/proc/self/task/{task}/comm").read()
+    except OSError:  # it has just ended
+        continue
+    if "gloo" in name:
+        sys.exit(1)
 """
 
 
