@@ -463,7 +463,7 @@ class DistributedDataLoader:
 
     def shard(self, i):
         """Return shard i's tokens in mapped memory, of one shard at a time."""
-        require(os.stat(self.paths[i]).st_ctime_ns == self.times[i],  # cut short, its map kills
+        require(os.stat(self.paths[i]).st_ctime_ns == self.times[i],  # reading a cut one kills
                 f"{self.paths[i]} changed while in use: restore it and start again")
         if self.mapped[0] != i:
             tokens = np.memmap(self.paths[i], np.uint16, "r", offset=4 * SHARD_HEADER)

@@ -13,7 +13,6 @@ one sentence and exit code 1 (130 or 143 when stopped).
 import argparse
 import contextlib
 import fcntl
-import hashlib
 import itertools
 import json
 import os
@@ -31,7 +30,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from shards import shard_size
+from shards import file_sha256, shard_size
 
 HERE = Path(__file__).resolve().parent
 LAST_SHARD = 103
@@ -86,15 +85,12 @@ class Shard:
 
     def right(self, path):
         """Tell whether path is this file, whole and unchanged; report and delete it if not."""
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
-            size = file.tell()
-        if digest.hexdigest() == self.sha256:
+        found = file_sha256(path)
+        if found == self.sha256:
             shard_size(path)  # its ValueError is final: the dataset itself is wrong
             return True
-        self.fault = f"{path} ({size:,} bytes) has sha256 {digest.hexdigest()}, not {self.sha256}"
+        size = path.stat().st_size
+        self.fault = f"{path} ({size:,} bytes) has sha256 {found}, not {self.sha256}"
         notice(f"{self.fault}: deleted, to be fetched again")
         path.unlink()
         return False

@@ -116,7 +116,8 @@ def walk(folder, out):
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if Path(root, name).resolve() != out.resolve()]
         for path in (Path(root, name) for name in names):
-            yield path.relative_to(folder).as_posix(), path
+            if path.is_file() or not path.exists():  # no pipe; of a broken link, reading tells
+                yield path.relative_to(folder).as_posix(), path
 
 
 def list_files(inputs, pattern, exclude, out):

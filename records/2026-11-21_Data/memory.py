@@ -30,7 +30,7 @@ def pack(content, size, out):
     """Return (peak MiB, documents) of packing content again and again, up to size bytes."""
     process = subprocess.Popen(
         [sys.executable, ROOT / "data" / "pack.py", "-", "--format", "jsonl", "--out", out],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False)  # fmt: skip
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
 
     def feed():
         for _ in range(max(1, round(size / len(content)))):
