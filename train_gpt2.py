@@ -11,23 +11,18 @@ Shapes: B sequences, T tokens in a sequence, C = n_embd, V = vocab_size, H = n_h
 """
 
 import bisect
-import contextlib
 import dataclasses
 import difflib
 import glob
-import hashlib
 import itertools
 import math
 import os
-import platform
-import re
-import resource
-import subprocess
+import runpy
 import sys
 import time
-import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +30,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
+from torch.distributed.elastic.multiprocessing.errors import record
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = f"{ROOT}/data", f"{ROOT}/records"
+import checkpoints  # noqa: E402  a run's state on the disk
+import describe  # noqa: E402  a run's words: log, header, summary, failure
+from shards import SHARD_HEADER, shard_size  # noqa: E402  the format of the data
 
 
 def require(condition, sentence, error=ValueError):
@@ -78,12 +79,15 @@ class Hyperparameters:
     val_tokens: int = 10485760  # the first so many of val_files, at every evaluation
     target_val_loss: float = 3.28  # the last line says whether it was reached
     checksum_every: int = 500  # steps between comparisons of the ranks' weights; 0: first and last
-    save_every: int = 0  # steps between checkpoints; 0: none
+    save_every: int = 0  # steps between checkpoints; 0: none but when a signal ends the run
+    keep_checkpoints: int = 2  # the newest of the run
+    resume: str = ""  # a checkpoint to go on from; auto: the newest in log_dir that fits, if any
     log_dir: str = "logs"
     run_id: str = ""  # names log and checkpoints; empty: date, time and a few random digits
     # execution
     device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
     compile: bool = True  # torch.compile; False starts sooner and runs slower
+    comm_timeout: int = 600  # seconds that a rank waits for the others before the run fails
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -103,11 +107,9 @@ class Hyperparameters:
                 f"warmup_iters={self.warmup_iters} must be at most {self.num_iterations} steps")
 
 AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "device_batch_size",
-                "sequence_length", "num_iterations", "val_tokens")
+                "sequence_length", "num_iterations", "val_tokens", "keep_checkpoints",
+                "comm_timeout")
 LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express")}
-# dense bf16 FLOP/s by the device's name; source: the vendor's data sheets
-PEAK_FLOPS = {"NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
-              "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 CHUNK_LOGITS = 2**26  # made at a time: 128 MB of bf16; more where that would be over 8 chunks
 
 # -----------------------------------------------------------------------------
@@ -292,6 +294,24 @@ def assign_by_cost(shapes, load):
         load[owners[i]] += costs[i]
     return owners
 
+def largest_gradients(params):
+    """Return (P,): the largest |gradient| of each of P parameters; not finite where one is not."""
+    grads = [p.new_zeros(1) if p.grad is None else p.grad for p in params]
+    return torch.stack(torch._foreach_norm(grads, math.inf))
+
+def check_finite(largest, names):
+    """Raise FloatingPointError, on all ranks, for the first value of largest that is not finite.
+
+    largest: (P,), as from largest_gradients; names: {parameter: name} in the same order.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = torch.where(largest.isfinite(), 0, world_size - rank)  # so that MAX finds the lowest
+    if world_size > 1:
+        dist.all_reduce(ranks, op=dist.ReduceOp.MAX)
+    for (p, name), found in zip(names.items(), ranks.tolist()):
+        require(not found, f"the gradient of parameter {name}, {tuple(p.shape)}, is not finite, "
+                f"seen on rank {world_size - found}: lower the learning rates", FloatingPointError)
+
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized by Newton-Schulz: for the matrices inside a network.
 
@@ -306,11 +326,12 @@ class Muon(torch.optim.Optimizer):
     BATCH, BATCH_NUMEL = 4, 2**18
 
     def __init__(self, params, lr, momentum=0.95, nesterov=True, ns_steps=5, rank=0, world_size=1,
-                 coefficients="quintic"):
+                 coefficients="quintic", check=True):
         require(0 <= rank < world_size, f"rank={rank} must be in 0..{world_size - 1}")
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.check = rank, world_size, check
         self.load, self.owner = [0] * world_size, {}  # cost of each rank; parameter: its rank
         self.rounds = []  # of each group, a list of (updates, slots, batch of this rank)
+        self.names = {}  # of the parameters; numbers where none are given
         super().__init__(params, dict(lr=lr, momentum=momentum, nesterov=nesterov,
                                       ns_steps=ns_steps, coefficients=coefficients))
 
@@ -319,6 +340,8 @@ class Muon(torch.optim.Optimizer):
         params = self.param_groups[-1]["params"]
         for p in params:
             require(p.ndim > 1, f"Muon takes matrices, not a parameter of shape {tuple(p.shape)}")
+        count = itertools.count(len(self.names))
+        self.names |= dict(zip(params, self.param_groups[-1].get("param_names", count)))
         owners = assign_by_cost([p.flatten(1).shape for p in params], self.load)
         self.owner |= dict(zip(params, owners))
         batches = [[] for _ in range(self.world_size)]  # [rank][round]: parameters of one shape
@@ -343,10 +366,11 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         """Update all parameters in place, to the same values on every rank.
 
-        An update is summed with the zeros of other ranks, so exactly. Raises FloatingPointError,
-        on all ranks and before any change, for a gradient that is not finite.
+        An update is summed with the zeros of other ranks, so exactly. With check, which waits for
+        the device, a gradient that is not finite raises FloatingPointError on all ranks first.
         """
-        self.check_gradients()
+        if self.check:
+            check_finite(largest_gradients(self.names), self.names)
         for group, rounds in zip(self.param_groups, self.rounds):
             works = []
             for updates, slots, batch in rounds:
@@ -376,21 +400,6 @@ class Muon(torch.optim.Optimizer):
         for p, update in zip(batch, u.view(directions.shape)):
             torch.mul(update, max(shape) ** 0.5, out=slots[p].view(shape))
 
-    def check_gradients(self):
-        """Raise FloatingPointError, on all ranks, for the first gradient that is not finite."""
-        count = itertools.count()  # stands for names that were not given
-        named = [pair for group in self.param_groups
-                 for pair in zip(group["params"], group.get("param_names", count))]
-        finite = torch.stack([p.new_ones((), dtype=torch.bool) if p.grad is None
-                              else p.grad.isfinite().all() for p, _ in named])
-        ranks = torch.where(finite, 0, self.world_size - self.rank)  # so that MAX finds the lowest
-        if self.world_size > 1:
-            dist.all_reduce(ranks, op=dist.ReduceOp.MAX)
-        for (p, name), found in zip(named, ranks.tolist()):
-            require(not found, f"the gradient of parameter {name}, {tuple(p.shape)}, is not "
-                    f"finite, seen on rank {self.world_size - found}: lower the learning rates",
-                    FloatingPointError)
-
     def load_state_dict(self, state_dict):
         """Load this rank's state_dict, or of a gathered one this rank's part."""
         super().load_state_dict(state_dict)
@@ -409,22 +418,6 @@ class Muon(torch.optim.Optimizer):
 
 # -----------------------------------------------------------------------------
 # Data: shards of tokens, read as one stream
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-SHARD_HEADER = 256  # int32 values: magic, version, token count, zeros; then uint16 tokens
-
-def shard_size(path):
-    """Return the number of tokens in a shard. Raises ValueError if it is not a whole shard."""
-    require(os.path.isfile(path) and os.access(path, os.R_OK),  # opening a pipe would hang
-            f"cannot read {path}: give the names of readable files")
-    header, found = np.fromfile(path, np.int32, SHARD_HEADER), os.path.getsize(path)
-    require(len(header) == SHARD_HEADER and tuple(header[:2]) == (SHARD_MAGIC, SHARD_VERSION)
-            and not header[3:].any(),
-            f"{path} is no shard of tokens: make one with data/fineweb.py or data/pack.py")
-    tokens, expected = int(header[2]), 4 * SHARD_HEADER + 2 * int(header[2])
-    require(tokens > 0 and found == expected,
-            f"{path} is damaged: {found:,} bytes instead of {expected:,}; fetch or pack it again")
-    return tokens
-
 class DistributedDataLoader:
     """The batches of a run: consecutive windows of all shards laid end to end, made in a thread.
 
@@ -555,7 +548,7 @@ def build_optimizers(gpt, args, rank, world_size):
     names, matrices = zip(*gpt.h.named_parameters(prefix="h"))
     muon = Muon([dict(params=matrices, param_names=names)], args.muon_learning_rate,
                 args.muon_momentum, rank=rank, world_size=world_size,
-                coefficients=args.muon_coefficients)
+                coefficients=args.muon_coefficients, check=False)  # train_step sees to it
     optimized = []
     for group in adamw.param_groups + muon.param_groups:
         group["initial_lr"] = group["lr"]  # train_step scales it
@@ -586,10 +579,12 @@ def sync_gradients(optimizers):
     for work in works:
         work.wait()
 
-def train_step(model, optimizers, inputs, targets, lr_scale, args):
+def train_step(model, optimizers, inputs, targets, lr_scale, args, largest=None):
     """Do one optimizer step; return the loss, the mean over the global batch (float32 scalar).
 
     inputs, targets: (B, T) int64, this rank's part, taken device_batch_size sequences at a time.
+    A gradient that is not finite, on any rank, makes the loss NaN: to be seen where that is read.
+    largest: (P,), filled with this rank's largest |gradient| of each parameter.
     """
     total = len(inputs) * (dist.get_world_size() if dist.is_initialized() else 1)  # sequences
     train_loss = torch.zeros((), device=inputs.device)
@@ -598,8 +593,12 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args):
             loss = model(x, y) * (len(x) / total)
         loss.backward()
         train_loss += loss.detach()
+    found = largest_gradients(model.parameters())  # before they are mixed with other ranks'
+    train_loss += 0 * found.max()
+    if largest is not None:
+        largest.copy_(found)
     sync_gradients(optimizers)
-    for optimizer in reversed(optimizers):  # Muon first: it refuses gradients before any change
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_scale
         optimizer.step()
@@ -670,71 +669,6 @@ def open_data(args, rank, world_size, device):
     require(not both, f"{both} is in train_files and in val_files: keep them apart")
     return train_loader, val_loader
 
-class Log:
-    """`log(line)`: rank 0 prints the line and writes it to log_dir/run_id.txt, a new file."""
-
-    def __init__(self, args, rank):
-        run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-        self.path, self.file = Path(args.log_dir) / f"{run_id}.txt", None
-        if rank == 0:
-            require(not self.path.exists(), f"{self.path} exists: pass another --run_id")
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "x", buffering=1)
-        self.bar = tqdm(total=args.num_iterations, disable=rank > 0 or not sys.stderr.isatty())
-
-    def __call__(self, line, show=True):
-        if self.file:
-            print(line, file=self.file)
-            if show:
-                tqdm.write(line)  # above the progress bar, where there is one
-                sys.stdout.flush()
-
-def log_header(log, args, gpt, optimizers, train_loader, val_loader):
-    """Log what defines the run: source, settings, environment, batch, data, optimizers."""
-    device, world_size = train_loader.device, train_loader.world_size
-    log(Path(__file__).read_text(), show=False)
-    for name, value in dataclasses.asdict(args).items():
-        log(f"hyperparameter {name}={value!r}", show=False)
-    folder, run = Path(__file__).resolve().parent, subprocess.getoutput
-    commit = run(f"git -C '{folder}' describe --always --dirty --abbrev=40")
-    name, driver = run("grep -m1 'model name' /proc/cpuinfo"), None
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        driver = run("nvidia-smi -i 0 --query-gpu=driver_version --format=csv,noheader")
-    log(f"log:{log.path} command:{' '.join(sys.argv)}")
-    log(f"python:{platform.python_version()} torch:{torch.__version__} numpy:{np.__version__} "
-        f"cuda:{torch.version.cuda} driver:{driver} system:{platform.platform()} commit:{commit}")
-    log(f"device:{name.split(': ')[-1]} processes:{world_size} threads:{torch.get_num_threads()} "
-        f"products:{matmul_dtype(device)}")
-    taken = val_loader.batch_size  # sequences, by all processes at a time
-    log(f"batch: {args.batch_size} x {args.sequence_length} tokens = {args.batch_size // taken} "
-        f"micro-batches x {world_size} processes x {taken // world_size} sequences")
-    planned, held = args.num_iterations * train_loader.window, train_loader.total_tokens
-    log(f"train data: {len(train_loader.paths)} shards, {held:,} tokens; {args.num_iterations} "
-        f"steps read {planned:,} ({planned / held:.3f} epochs)")
-    counted = hashlib.sha256(val_loader.read(0, args.val_tokens + 1)[0]).hexdigest()
-    log(f"val data: {len(val_loader.paths)} shards, {val_loader.total_tokens:,} tokens; the first "
-        f"{args.val_tokens:,} count, val_hash:{counted[:16]}")
-    log_optimizers(log, gpt, optimizers, world_size)
-
-def log_optimizers(log, gpt, optimizers, world_size):
-    """Log a table of count, name, shape, optimizer, learning rate; then Muon's work and bytes."""
-    rates = {p: f"{type(optimizer).__name__:6s} lr:{group['initial_lr']:g}" for optimizer in
-             optimizers for group in optimizer.param_groups for p in group["params"]}
-    log(f"parameters: {sum(p.numel() for p in rates):,}")
-    rows = Counter(f"{re.sub('[.][0-9]+', '.*', name):24s} {tuple(p.shape)!s:16s} {rates[p]}"
-                   for name, p in gpt.named_parameters())
-    for row, count in rows.items():
-        log(f"  {count:3d} x {row}")
-    load, owner = optimizers[1].load, optimizers[1].owner
-    owned = [sum(p.numel() for p in owner if owner[p] == rank) for rank in range(world_size)]
-    log(f"muon: slowest rank/mean cost:{max(load) * world_size / sum(load):.3f} "
-        f"momentum MiB of each rank:{[round(n / 2**18, 1) for n in owned]}")
-    # in float32 and bf16; a ring sends (W-1)/W of a buffer to reduce it, and again to spread it
-    ring, head = 4 * (world_size - 1) / world_size / 2**20, gpt.lm_head.weight.numel()
-    log(f"sent MiB a step and rank, in rings: gradients:{ring * (2 * head + sum(owned)):.1f} "
-        f"updates:{ring * sum(owned):.1f}")
-
 def weight_sums(gpt):
     """Return {name: sum of the weights' bits}, which any change of one weight changes."""
     return {name: p.detach().view(torch.int32).sum(dtype=torch.int64).item()
@@ -755,115 +689,167 @@ def warm_up(gpt, optimizers, args, train_loader):
     rows = min(args.batch_size // train_loader.world_size, 2 * args.device_batch_size)
     tokens = torch.from_numpy(train_loader.read(0, rows * T + 1)[0].astype(np.int64)).to(device)
     inputs, targets = tokens[:-1].view(rows, T), tokens[1:].view(rows, T)
+    states = [optimizer.state for optimizer in optimizers]
     try:
+        for optimizer in optimizers:
+            optimizer.state = defaultdict(dict)
         train_step(gpt, optimizers, inputs, targets, 0.0, args)  # at learning rates of 0
         with torch.no_grad(), bf16_autocast(device):
             gpt(inputs[: args.device_batch_size], targets[: args.device_batch_size]).item()
     except torch._dynamo.exc.TorchDynamoException as error:
         raise RuntimeError("torch.compile failed: install what the error above asks for (g++, "
                            "Python.h), or pass --compile=False") from error
-    for optimizer in optimizers:
-        optimizer.state.clear()
+    for optimizer, state in zip(optimizers, states):
+        optimizer.state = state
 
-def save_checkpoint(path, step, gpt, optimizers, train_loader, args):
-    """Write weights, both optimizers with all ranks' momentum, and the position; all ranks call."""
-    state = dict(
-        step=step, hyperparameters=dataclasses.asdict(args), model=gpt.state_dict(),
-        optimizers=[optimizers[0].state_dict(), optimizers[1].gathered_state_dict()],
-        train_loader=train_loader.state_dict())
-    if train_loader.rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, path.with_suffix(".partial"))
-        os.replace(path.with_suffix(".partial"), path)  # whole under its final name
+def run_state(gpt, optimizers, train_loader, log, args):
+    """Return what a run needs to go on: tensors and plain values, of all ranks; all ranks call."""
+    return dict(
+        step=log.step, train_seconds=log.seconds["train"], hyperparameters=dataclasses.asdict(args),
+        model=gpt.state_dict(), train_loader=train_loader.state_dict(), rng=torch.get_rng_state(),
+        optimizers=[optimizers[0].state_dict(), optimizers[1].gathered_state_dict()])
 
-def log_summary(log, args, gpt, train_loader, seconds, first_graphs, val_loss):
-    """Log seconds of each phase, compilations, speed, this process's peak memory, the result."""
-    log(" ".join(f"{phase}:{spent:.1f}s" for phase, spent in seconds.items()))
-    counters = torch._dynamo.utils.counters
-    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    log(f"compile: graphs:{graphs} graph_breaks:{breaks} recompiles:{graphs - first_graphs}")
-    peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_initialized() else (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
-    rate, device = train_loader.position / seconds["train"], train_loader.device
-    line = f"tokens/s:{rate:.0f} peak_memory:{peak:.0f}MiB"
-    if device.type == "cuda" and (most := PEAK_FLOPS.get(torch.cuda.get_device_name(device))):
-        flops = 6 * sum(p.numel() for p in gpt.parameters())  # a token; attention: all T positions
-        flops += 12 * args.n_layer * args.n_embd * args.sequence_length
-        line += f" mfu:{flops * rate / (most * train_loader.world_size):.1%}"
-    log(line)
-    bits = val_loss / math.log(2) / (args.bytes_per_token or math.inf)
-    log(f"result val_loss:{val_loss:.4f} {f'bits_per_byte:{bits:.4f} ' if bits else ''}target:"
-        f"{args.target_val_loss} {'reached' if val_loss <= args.target_val_loss else 'missed'}")
+def resume(args, gpt, optimizers, train_loader):
+    """Load on all ranks the checkpoint that args.resume asks for; rank 0 reads it for them.
 
-def train(args, log, train_loader, val_loader):
-    """Set up, compile, then train and validate by turns; return the final validation loss."""
-    rank, world_size, device = train_loader.rank, train_loader.world_size, train_loader.device
-    seconds = defaultdict(float)  # of each phase
-    @contextlib.contextmanager
-    def timed(phase):  # each phase ends by reading a result, so that the device is done
-        start = time.perf_counter()
-        yield
-        seconds[phase] += time.perf_counter() - start
-    with timed("setup"):
-        torch.manual_seed(args.seed)
-        gpt = GPT(args).to(device)
-        optimizers = build_optimizers(gpt, args, rank, world_size)
-        if rank == 0:
-            log_header(log, args, gpt, optimizers, train_loader, val_loader)
-        gpt.compile(dynamic=False, fullgraph=True, disable=not args.compile)
-    with timed("compile"):
+    Returns (its path or None, step, seconds of training, run_id, lines to log). Raises ValueError
+    if it cannot be used, or if the tokens before its position are not those it was trained on.
+    """
+    path, state, lines = None, None, []
+    if args.resume and train_loader.rank == 0:
+        path, state, lines = checkpoints.find(args, gpt, optimizers)
+    run_id = args.run_id or (path.parent.name if path and args.resume == "auto" else
+                             time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex())
+    if dist.is_initialized():
+        box = [path, state, lines, run_id]
+        dist.broadcast_object_list(box)
+        path, state, lines, run_id = box
+    if path is None:
+        return None, 0, 0.0, run_id, lines
+    gpt.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"]):
+        optimizer.load_state_dict(saved)
+    torch.set_rng_state(state["rng"])
+    while train_loader.position < state["train_loader"]["position"]:
+        train_loader.next_batch()
+    require(train_loader.state_dict() == state["train_loader"],
+            f"{args.train_files!r} no longer holds the tokens that {path} was trained on: restore "
+            f"them, or start anew without --resume")
+    return path, state["step"], state["train_seconds"], run_id, lines
+
+def count_graphs():
+    """Return the number of graphs that torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+def train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals):
+    """Compile, then train and validate by turns; return the last validation loss.
+
+    A signal on any rank ends all of them after their step: saved, and None returned.
+    """
+    device, first_step = train_loader.device, log.step
+    names = {p: name for name, p in gpt.named_parameters()}
+    largest = torch.zeros(len(names), device=device)  # gradient of each parameter, on this rank
+    gpt.compile(dynamic=False, fullgraph=True, disable=not args.compile)
+    with log.timed("compile"):
         warm_up(gpt, optimizers, args, train_loader)
-    first_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    def progress(step, name, loss):
-        require(math.isfinite(loss), f"{name} is {loss} at step {step}: lower the learning rates",
-                FloatingPointError)
-        train_ms = 1000 * seconds["train"]
-        return (f"step:{step}/{args.num_iterations} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
-                f"step_avg:{train_ms / max(step, 1):.2f}ms")
-    def validate(step):
-        with timed("validation"):
+    first_graphs = graphs = count_graphs()
+    def progress(name, loss):
+        require(math.isfinite(loss), f"{name} is {loss} at step {log.step}: lower the learning "
+                                     f"rates", FloatingPointError)
+        train_ms = 1000 * log.seconds["train"]
+        return (f"step:{log.step}/{args.num_iterations} {name}:{loss:.4f} "
+                f"train_time:{train_ms:.0f}ms step_avg:{train_ms / max(log.step, 1):.2f}ms")
+    def validate():
+        with log.timed("validation"):
             loss = evaluate(gpt, val_loader, args.val_tokens)
-        log(f"{progress(step, 'val_loss', loss)} data_hash:{train_loader.data_hash()}")
+        log(f"{progress('val_loss', loss)} data_hash:{train_loader.data_hash()}")
         return loss
-    for step in range(args.num_iterations):
-        if args.val_loss_every and step % args.val_loss_every == 0:
-            validate(step)
-        with timed("train"):
-            with timed("loading"):
+    while log.step < args.num_iterations:
+        if args.val_loss_every and log.step % args.val_loss_every == 0:
+            validate()
+        with log.timed("train"):
+            with log.timed("loading"):
                 batch = train_loader.next_batch()
-            loss = train_step(gpt, optimizers, *batch, lr_multiplier(step, args), args).item()
-        step += 1  # steps done
-        log(progress(step, "train_loss", loss), show=log.bar.disable)
-        log.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        log.bar.update()
-        last = step == args.num_iterations
-        if world_size > 1 and (step == 1 or last or step % (args.checksum_every or math.inf) == 0):
-            with timed("checksum"):
-                check_ranks_agree(weight_sums(gpt), f"at step {step} the run is void, for a device "
-                                                    f"erred, or only some ranks ran a line")
-        if args.save_every and (last or step % args.save_every == 0):
-            with timed("checkpoint"):
-                path = log.path.with_suffix("") / f"state_step{step:06d}.pt"
-                save_checkpoint(path, step, gpt, optimizers, train_loader, args)
-    val_loss = validate(args.num_iterations)
-    log_summary(log, args, gpt, train_loader, seconds, first_graphs, val_loss)
+            loss = train_step(gpt, optimizers, *batch, lr_multiplier(log.step, args), args, largest)
+            stop = sum_over_ranks(torch.full((), float(len(signals)), device=device))
+            loss, stop = torch.stack([loss, stop]).tolist()
+        log.step += 1
+        if not math.isfinite(loss):
+            check_finite(largest, names)
+        log(progress("train_loss", loss))
+        if graphs < (graphs := count_graphs()):
+            log("warning: compiled anew after the warm-up; TORCH_LOGS=recompiles says why")
+        last = log.step == args.num_iterations
+        if dist.is_initialized() and (log.step == first_step + 1 or last or
+                                      log.step % (args.checksum_every or math.inf) == 0):
+            with log.timed("checksum"):
+                check_ranks_agree(weight_sums(gpt), "the run is void, for a device erred, or only "
+                                                    "some ranks ran a line")
+        if stop or (args.save_every and (last or log.step % args.save_every == 0)):
+            with log.timed("checkpoint"):
+                saved.save(run_state(gpt, optimizers, train_loader, log, args))
+        if stop:
+            require(saved.wait(), "ended by a signal, but could not save", OSError)
+            log(f"ended by a signal, saved in {saved.last}: --resume=auto goes on")
+            return None
+    val_loss = validate()
+    saved.wait()
+    describe.summary(log, args, gpt, train_loader, graphs - first_graphs, val_loss)
     return val_loss
 
-def main(args):
-    """Train a GPT as args say, here or in torchrun's processes; return the last validation loss."""
+def connect(device, seconds):
+    """Join torchrun's processes in a group whose collectives may take so many seconds.
+
+    Restarted processes find the store of those before them, whose addresses would mislead them:
+    each time that rank 0 starts is an epoch with keys of its own, which all others join.
+    """
+    from torch import _dynamo  # noqa: F401  imported later, it would hold the group past its end
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives: the flight recorder's
+    timeout, end, epoch = timedelta(seconds=seconds), time.monotonic() + seconds, 0
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    if rank == 0:
+        epoch = store.add("epoch", 1)
+        store.wait([f"{epoch}/joined/{other}" for other in range(1, world_size)], timeout)
+        store.set(f"{epoch}/complete", "")
+    while not store.check([f"{epoch}/complete"]):
+        require(time.monotonic() < end, f"rank 0 did not start within {seconds} s", OSError)
+        latest = store.add("epoch", 0)
+        if latest > epoch and store.add(f"{latest}/joined/{rank}", 1) == 1:  # not by one before
+            epoch = latest
+        time.sleep(0.01)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout, rank=rank,
+                            store=dist.PrefixStore(f"{epoch}", store), world_size=world_size)
+
+def main(args, catch=list):
+    """Train a GPT as args say, here or in torchrun's processes; return the last validation loss.
+
+    catch() returns a list; when it is not empty any more, on any rank, all save and return None.
+    """
+    start = time.perf_counter()
     rank, world_size, device = place_in_world(args)
     train_loader, val_loader = open_data(args, rank, world_size, device)
-    if world_size > 1 and not dist.is_initialized():
-        from torch import _dynamo  # noqa: F401  imported later, it would hold the group past its end
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if world_size > 1:
+        if not dist.is_initialized():
+            connect(device, args.comm_timeout)
         check_ranks_agree(train_loader.last_tokens() | val_loader.last_tokens(),
                           "give every machine the same files")
-    log = Log(args, rank)
+    signals = catch()
+    torch.manual_seed(args.seed)
+    gpt = GPT(args).to(device)
+    optimizers = build_optimizers(gpt, args, rank, world_size)
+    path, step, seconds, run_id, lines = resume(args, gpt, optimizers, train_loader)
+    log = describe.Log(args, rank, run_id, step, seconds)
+    saved = checkpoints.Checkpoints(log, args.keep_checkpoints, path)
     try:
-        val_loss = train(args, log, train_loader, val_loader)
+        if rank == 0:
+            describe.header(log, __file__, args, gpt, optimizers, train_loader, val_loader,
+                            matmul_dtype(device))
+        for line in lines:
+            log(line)
+        log.seconds["setup"] = time.perf_counter() - start
+        val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals)
     except Exception as error:
-        log(f"failed: {error}", show=False)
+        describe.failure(error, args, log, saved.last)
         raise
     if world_size > 1:
         dist.destroy_process_group()
@@ -889,11 +875,17 @@ def parse_args(argv):
             raise ValueError(f"{argument!r}: write --{name}={legal}") from None
     return Hyperparameters(**values)
 
-if __name__ == "__main__":
+def command(argv):
+    """Do what the command line says; where that fails, say why once for all ranks; exit with 1."""
     try:
-        main(parse_args(sys.argv[1:]))
-    except (ValueError, OSError, FloatingPointError) as error:
-        if traceback.extract_tb(error.__traceback__)[-1].filename != __file__:
-            raise  # not one of this file's own sentences
-        time.sleep(3 if int(os.environ.get("RANK", 0)) else 0)  # torchrun ends it: rank 0 says it
-        sys.exit(f"train_gpt2.py: {error}")  # to stderr, exit status 1
+        record(main)(parse_args(argv), checkpoints.catch_signals)
+    except Exception as error:
+        describe.failure(error)
+        sys.exit(1)
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.argv.remove("--check")
+        runpy.run_path(f"{ROOT}/tests/preflight.py", run_name="__main__")
+    else:
+        command(sys.argv[1:])

@@ -1,7 +1,4 @@
-"""The format of a shard of tokens, for the tools that write and fetch shards.
-
-train_gpt2.py reads the same format; the tools do not import it, so they need no torch.
-"""
+"""The format of a shard of tokens, for training and for the tools that write and fetch shards."""
 
 import hashlib
 import itertools
@@ -16,10 +13,9 @@ SHARD_HEADER = 256  # int32 values: magic, version, token count, zeros; then uin
 
 def shard_size(path):
     """Return the number of tokens in a shard. Raises ValueError if it is not a whole shard."""
-    try:
-        header, found = np.fromfile(path, np.int32, SHARD_HEADER), os.path.getsize(path)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    if not (os.path.isfile(path) and os.access(path, os.R_OK)):  # opening a pipe would hang
+        raise ValueError(f"cannot read {path}: give the names of readable files")
+    header, found = np.fromfile(path, np.int32, SHARD_HEADER), os.path.getsize(path)
     if (
         len(header) < SHARD_HEADER
         or tuple(header[:2]) != (SHARD_MAGIC, SHARD_VERSION)
@@ -27,14 +23,14 @@ def shard_size(path):
     ):
         raise ValueError(
             f"{path} is not a shard of tokens (magic {SHARD_MAGIC}, version {SHARD_VERSION}, a "
-            f"token count and zeros)"
+            f"token count and zeros): make one with data/fineweb.py or data/pack.py"
         )
     tokens = int(header[2])
     expected = 4 * SHARD_HEADER + 2 * tokens
     if tokens < 1 or found != expected:
         raise ValueError(
             f"{path} is damaged: {found:,} bytes, but its header promises {tokens:,} tokens, "
-            f"{expected:,} bytes"
+            f"{expected:,} bytes; fetch or pack it again"
         )
     return tokens
 

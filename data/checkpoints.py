@@ -1,0 +1,202 @@
+"""Checkpoints: a run's state, written whole beside training, found again and read without risk.
+
+`log_dir/run_id/state_step*.pt` is what torch.save makes of a state of tensors and plain values.
+What is in one, run_state and resume in train_gpt2.py say; how it gets to the disk and back, this.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import signal
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+# settings that a resumed run may change, as num_iterations may grow; all others define the run
+MAY_CHANGE = {
+    "train_files", "val_files", "allow_repeat", "bytes_per_token", "device_batch_size",
+    "val_loss_every", "val_tokens", "target_val_loss", "checksum_every", "save_every",
+    "keep_checkpoints", "resume", "log_dir", "run_id", "device", "compile", "comm_timeout",
+}  # fmt: skip
+OPTIMIZER_TENSORS = {  # of each parameter
+    "AdamW": {"step", "exp_avg", "exp_avg_sq"},
+    "Muon": {"momentum_buffer"},
+}
+
+
+def catch_signals():
+    """Return a list that SIGTERM, SIGINT and SIGUSR1 are added to from now on; they end nothing."""
+    signals = []
+
+    def note(number, frame):
+        if not signals and os.environ.get("RANK", "0") == "0":
+            os.write(2, f"{signal.Signals(number).name}: saving after this step\n".encode())
+        signals.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, note)
+    return signals
+
+
+def by_age(paths):
+    """Return paths, the newest first; those that vanish meanwhile are left out."""
+    times = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            times[path] = path.stat().st_mtime_ns
+    return sorted(times, key=lambda path: (times[path], path.name), reverse=True)
+
+
+class Checkpoints:
+    """The newest `keep` checkpoints of a run, each of them whole; the work of rank 0.
+
+    log: the run's Log; first: the path of the one that it was resumed from, or None. Raises
+    ValueError if another process writes the same log. A save that fails is a warning in the log.
+    """
+
+    def __init__(self, log, keep, first=None):
+        self.log, self.keep, self.first = log, keep, first
+        self.folder = log.path.with_suffix("")
+        self.thread, self.writing = ThreadPoolExecutor(1), None
+        self.buffers = []  # host memory, of one save after the other
+        if log.file:
+            try:
+                fcntl.flock(log.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
+            except BlockingIOError:
+                raise ValueError(
+                    f"another process is writing {log.path}: stop it, or pass another --run_id"
+                ) from None
+
+    @property
+    def last(self):
+        """The path of the newest whole checkpoint that the run has, or None; on any rank."""
+        return next(iter(by_age(self.folder.glob("state_step*.pt"))), self.first)
+
+    def save(self, state):
+        """Copy state to host memory, which is all that training waits for; write it in a thread."""
+        if not self.log.file:  # another rank
+            return
+        self.wait()
+        copies = {}  # by address: a tensor that occurs twice, as tied weights do, is kept once
+
+        def to_host(tensor):
+            if tensor.data_ptr() not in copies:
+                i = len(copies)  # memory is used again: mapping it anew takes longer than copying
+                if i == len(self.buffers) or self.buffers[i].shape != tensor.shape:
+                    pin = tensor.device.type == "cuda"
+                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=pin)
+                    self.buffers[i:] = [buffer]
+                copies[tensor.data_ptr()] = self.buffers[i].copy_(tensor)
+            return copies[tensor.data_ptr()]
+
+        state = tree_map_only(torch.Tensor, to_host, state)
+        self.writing = self.thread.submit(self.write, state)
+
+    def write(self, state):
+        """Write state under its final name once it is whole and on the disk; delete older ones."""
+        path = self.folder / f"state_step{state['step']:06d}.pt"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(path.with_suffix(".partial"), "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(file.name, path)
+            folder = os.open(self.folder, os.O_RDONLY)  # its list of names, too
+            os.fsync(folder)
+            os.close(folder)
+        finally:
+            for rest in self.folder.glob("*.partial"):  # this one's, or a killed process's
+                rest.unlink()
+        others = by_age(other for other in self.folder.glob("state_step*.pt") if other != path)
+        for old in others[self.keep - 1 :]:
+            old.unlink()
+
+    def wait(self):
+        """Wait until the last save has ended; return whether it is on the disk."""
+        error = self.writing and self.writing.exception()
+        self.writing = None
+        if error:
+            if isinstance(error.__context__, OSError):  # torch.save hides it
+                error = error.__context__
+            self.log(
+                f"warning: a checkpoint was not written ({error}); training goes on, the newest "
+                f"whole one: {self.last}"
+            )
+        return not error
+
+
+def read(path):
+    """Return the state in a checkpoint, its tensors mapped, not read; execute nothing in it."""
+    if not os.path.isfile(path):  # opening a pipe would hang
+        raise FileNotFoundError("no such file")
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def differences(state, args):
+    """Return a list of the settings that define a run and are not the same in state and args."""
+    then, now = state["hyperparameters"], dataclasses.asdict(args)
+    may_change = MAY_CHANGE
+    if now["num_iterations"] > then["num_iterations"]:
+        may_change = MAY_CHANGE | {"num_iterations"}
+    return [
+        f"{name}={now.get(name)!r} instead of {then.get(name)!r}"
+        for name in now | then
+        if name not in may_change and now.get(name) != then.get(name)
+    ]
+
+
+def check(path, state, gpt, optimizers):
+    """Raise ValueError unless the file is undamaged and its state has all that a run needs."""
+    with zipfile.ZipFile(path) as archive:
+        if broken := archive.testzip():  # torch.load compares no checksums
+            raise ValueError(f"{broken} is damaged")
+    step, seconds, data = state["step"], state["train_seconds"], state["train_loader"]
+    if not (type(step) is type(data["position"]) is int and type(seconds) is float):
+        raise ValueError("its step, position or time is no number")
+    int(data["data_hash"], 16)
+    torch.Generator().set_state(state["rng"])
+    shapes = {name: tensor.shape for name, tensor in gpt.state_dict().items()}
+    if {name: tensor.shape for name, tensor in state["model"].items()} != shapes:
+        raise ValueError("it holds other weights")
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        names = OPTIMIZER_TENSORS[type(optimizer).__name__]
+        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            held = saved["state"][i]
+            if held.keys() != names or any(t.shape not in (p.shape, ()) for t in held.values()):
+                raise ValueError(f"the state of {type(optimizer).__name__} is not whole")
+
+
+def find(args, gpt, optimizers):
+    """Return (path, state, lines for the log) of the checkpoint that args.resume asks for.
+
+    auto: the newest in args.log_dir that is whole and of these settings; path is None where there
+    is none. Else a path; ValueError if it is missing, damaged, foreign or of other settings.
+    """
+    auto, lines = args.resume == "auto", []
+    paths = by_age(Path(args.log_dir).glob("*/state_step*.pt")) if auto else [Path(args.resume)]
+    for path in paths:
+        try:
+            state = read(path)
+            if not (differ := differences(state, args)):
+                check(path, state, gpt, optimizers)
+        except Exception as error:  # whatever a file of any content may cause
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            sentence = f"{path} is no whole checkpoint ({reason})"
+            if not auto:
+                raise ValueError(f"{sentence}: name another, or pass --resume=auto") from None
+            lines.append(f"passed over: {sentence}")
+            continue
+        if not differ:
+            state = tree_map_only(torch.Tensor, torch.clone, state)  # the file may go
+            return path, state, [*lines, f"resumed: {path} after step {state['step']}"]
+        if not auto:
+            raise ValueError(
+                f"{path} belongs to another run: {', '.join(differ)}; give its settings, or start "
+                f"anew without --resume"
+            )
+    return None, None, [*lines, f"resume: no checkpoint in {args.log_dir} fits: a fresh start"]
