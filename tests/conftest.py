@@ -66,10 +66,10 @@ def books(tmp_path):
     return tmp_path
 
 
-def run_script(settings, processes=1, torchrun=None, env=None, timeout=240):
+def run_script(settings, processes=1, env=None, timeout=240):
     """Run train_gpt2.py in subprocesses; return the finished process (stdout, stderr as text)."""
     command = [sys.executable]
-    if torchrun if torchrun is not None else processes > 1:
+    if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [str(ROOT / "train_gpt2.py")]
     command += [f"--{name}={value}" for name, value in settings.items()]
@@ -99,9 +99,12 @@ def run_ranks(function, world_size, folder, *arguments):
     if world_size == 1:
         return [function(0, 1, *arguments)]
     folder.mkdir(parents=True)
-    context = torch.multiprocessing.spawn(
-        _rank_main, (function, world_size, folder, arguments), nprocs=world_size, join=False
-    )
+    # forked from a server that has imported torch once
+    torch.multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2"])
+    context = torch.multiprocessing.start_processes(
+        _rank_main, (function, world_size, folder, arguments), nprocs=world_size, join=False,
+        start_method="forkserver",
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while not context.join(timeout=max(0, deadline - time.monotonic())):  # True: all have ended
         if time.monotonic() >= deadline:
