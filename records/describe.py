@@ -180,23 +180,26 @@ def explain(error, args=None):
 
 
 def silent_ranks(store, folder):
-    """Return who is missing after a failed collective; keep the flight recorder's trace in folder.
+    """Return who is missing after a failed collective; keep the flight recorder's trace.
 
-    store: what the ranks share; each that got so far says there that it is alive.
+    store: what the ranks share; each that got so far says there that it is alive. folder: of the
+    trace, or None for none.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store.set(f"alive/{rank}", "")
     trace = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: b"{}")()
-    path = folder / f"flight_recorder_rank{rank}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(trace if isinstance(trace, bytes) else trace.encode())
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"flight_recorder_rank{rank}.json"
+        path.write_bytes(trace if isinstance(trace, bytes) else trace.encode())
     last = (json.loads(trace).get("entries") or [{}])[-1]
     time.sleep(3)  # for the others to notice as well
     silent = [other for other in range(world_size) if not store.check([f"alive/{other}"])]
     missing = f"ranks {silent} are killed or stuck" if silent else "a connection broke"
     return (
         f"{missing}: rank {rank} waited in vain in collective {last.get('collective_seq_id')}, "
-        f"{last.get('profiling_name')} of {last.get('input_sizes')}, trace in {path}"
+        f"{last.get('profiling_name')} of {last.get('input_sizes')}"
+        + (f", trace in {path}" if folder else "")
     )
 
 
@@ -209,7 +212,7 @@ def failure(error, args=None, log=None, checkpoint=None):
         return
     text, first, error.reported = explain(error, args), None, True
     if dist.is_initialized():
-        folder = log.path.with_suffix("") if log else Path("logs")
+        folder = log and log.path.with_suffix("")
         try:
             store = dist.distributed_c10d._get_default_store()
             last = traceback.extract_tb(error.__traceback__)[-1]

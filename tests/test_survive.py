@@ -492,6 +492,13 @@ def test_any_flipped_byte_is_refused_or_harmless(data, half, tmp_path):
         assert repr_bits(state) == repr_bits(whole)
 
 
+def test_a_refused_checkpoint_is_told_once_by_many_ranks(tiny):
+    done = run_script({**tiny, "resume": "none.pt"}, 3)
+    assert done.returncode != 0 and not os.path.exists(tiny["log_dir"])
+    assert done.stderr.count("train_gpt2.py: rank 0: none.pt is no whole checkpoint") == 1
+    assert done.stderr.count("train_gpt2.py: rank") == 1
+
+
 def test_old_checkpoints_are_deleted_and_left_overs_too(tiny):
     folder = f"{tiny['log_dir']}/o"
     os.makedirs(folder)
