@@ -11,6 +11,7 @@ cd "$(dirname "$0")"
 
 python=${PYTHON:-python3}
 script=${SCRIPT:-train_gpt2.py}
+export PYTHONPATH="$PWD/data:$PWD/records${PYTHONPATH:+:$PYTHONPATH}"  # for a copy elsewhere
 check="import torch, numpy, tiktoken, huggingface_hub, tqdm
 assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 5), 'torch is older than 2.5'"
 requirements=requirements.txt

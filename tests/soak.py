@@ -11,7 +11,7 @@ within a minute of its signal.
 """
 
 import argparse
-import glob
+import contextlib
 import os
 import random
 import re
@@ -63,7 +63,7 @@ def results(log):
 
 def wait_for_moment(run, processes, in_write, folder, choice):
     """Wait until the random moment has come; return the workers' process ids, [] if it ended."""
-    pids = []
+    began, pids = time.time(), []
     while run.poll() is None and len(pids) < processes:
         time.sleep(0.01)
         try:
@@ -72,8 +72,9 @@ def wait_for_moment(run, processes, in_write, folder, choice):
             pids = []
     end = time.monotonic() + (60 if in_write else choice.uniform(0, 9))
     while run.poll() is None and time.monotonic() < end:
-        if in_write and glob.glob(f"{folder}/*.partial"):
-            break
+        with contextlib.suppress(FileNotFoundError):  # it has just taken its name
+            if in_write and any(p.stat().st_mtime > began for p in folder.glob("*.partial")):
+                break
         time.sleep(0.001 if in_write else 0.01)
     return pids if run.poll() is None else []
 
