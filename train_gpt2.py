@@ -458,10 +458,11 @@ class DistributedDataLoader:
         """Return shard i's tokens in mapped memory, of one shard at a time."""
         require(os.stat(self.paths[i]).st_ctime_ns == self.times[i],  # reading a cut one kills
                 f"{self.paths[i]} changed while in use: restore it and start again")
-        if self.mapped[0] != i:
+        mapped = self.mapped
+        if mapped[0] != i:
             tokens = np.memmap(self.paths[i], np.uint16, "r", offset=4 * SHARD_HEADER)
-            self.mapped = i, tokens.view(np.ndarray)
-        return self.mapped[1]
+            mapped = self.mapped = i, tokens.view(np.ndarray)
+        return mapped[1]
 
     def read(self, start, count, most=1):
         """Return (rows, count) uint16: tokens from start on, and of up to `most` windows there."""
@@ -728,13 +729,14 @@ def resume(args, gpt, optimizers, train_loader):
         return None, 0, 0.0, run_id, lines
     gpt.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
-        optimizer.load_state_dict(saved)
+        groups = optimizer.state_dict()["param_groups"]  # ours: args define them
+        optimizer.load_state_dict(saved | dict(param_groups=groups))
     torch.set_rng_state(state["rng"])
     while train_loader.position < state["train_loader"]["position"]:
         train_loader.next_batch()
     require(train_loader.state_dict() == state["train_loader"],
             f"{args.train_files!r} no longer holds the tokens that {path} was trained on: restore "
-            f"them, or start anew without --resume")
+            f"them, pass another --log_dir, or start anew without --resume")
     return path, state["step"], state["train_seconds"], run_id, lines
 
 def count_graphs():
@@ -809,10 +811,11 @@ def connect(device, seconds):
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     if rank == 0:
         epoch = store.add("epoch", 1)
-        store.wait([f"{epoch}/joined/{other}" for other in range(1, world_size)], timeout)
-        store.set(f"{epoch}/complete", "")
     while not store.check([f"{epoch}/complete"]):
-        require(time.monotonic() < end, f"rank 0 did not start within {seconds} s", OSError)
+        require(time.monotonic() < end,
+                f"only some of {world_size} processes started within {seconds} s", OSError)
+        if rank == 0 and store.check([f"{epoch}/joined/{r}" for r in range(1, world_size)]):
+            store.set(f"{epoch}/complete", "")
         latest = store.add("epoch", 0)
         if latest > epoch and store.add(f"{latest}/joined/{rank}", 1) == 1:  # not by one before
             epoch = latest

@@ -5,12 +5,14 @@ What is in one, run_state and resume in train_gpt2.py say; how it gets to the di
 """
 
 import contextlib
+import copy
 import dataclasses
 import fcntl
 import os
 import signal
+import time
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -59,7 +61,7 @@ class Checkpoints:
     """
 
     def __init__(self, log, keep, first=None):
-        self.log, self.keep, self.first = log, keep, first
+        self.log, self.keep, self.first, self.began = log, keep, first, time.time_ns()
         self.folder = log.path.with_suffix("")
         self.thread, self.writing = ThreadPoolExecutor(1), None
         self.buffers = []  # host memory, of one save after the other
@@ -70,11 +72,14 @@ class Checkpoints:
                 raise ValueError(
                     f"another process is writing {log.path}: stop it, or pass another --run_id"
                 ) from None
+            except OSError as error:
+                log(f"warning: nothing keeps a second run out of {log.path} ({error.strerror})")
 
     @property
     def last(self):
-        """The path of the newest whole checkpoint that the run has, or None; on any rank."""
-        return next(iter(by_age(self.folder.glob("state_step*.pt"))), self.first)
+        """The path of the newest checkpoint that this run wrote or came from, or None."""
+        found = by_age(self.folder.glob("state_step*.pt"))[:1]  # whichever rank asks
+        return next((path for path in found if path.stat().st_mtime_ns >= self.began), self.first)
 
     def save(self, state):
         """Copy state to host memory, which is all that training waits for; write it in a thread."""
@@ -86,18 +91,24 @@ class Checkpoints:
         def to_host(tensor):
             if tensor.data_ptr() not in copies:
                 i = len(copies)  # memory is used again: mapping it anew takes longer than copying
-                if i == len(self.buffers) or self.buffers[i].shape != tensor.shape:
+                if i == len(self.buffers) or self.buffers[i].size() != tensor.size():
                     pin = tensor.device.type == "cuda"
                     buffer = torch.empty_like(tensor, device="cpu", pin_memory=pin)
                     self.buffers[i:] = [buffer]
                 copies[tensor.data_ptr()] = self.buffers[i].copy_(tensor)
             return copies[tensor.data_ptr()]
 
-        state = tree_map_only(torch.Tensor, to_host, state)
-        self.writing = self.thread.submit(self.write, state)
+        try:
+            state = tree_map_only(torch.Tensor, to_host, state)
+            self.writing = self.thread.submit(self.write, state)
+        except (MemoryError, RuntimeError) as error:  # the host's memory does not suffice
+            self.writing, self.buffers = Future(), []
+            self.writing.set_exception(error)
 
     def write(self, state):
         """Write state under its final name once it is whole and on the disk; delete older ones."""
+        if not all(weight.isfinite().all() for weight in state["model"].values()):
+            raise ValueError("a weight is not finite")
         path = self.folder / f"state_step{state['step']:06d}.pt"
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -106,15 +117,20 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(file.name, path)
-            folder = os.open(self.folder, os.O_RDONLY)  # its list of names, too
-            os.fsync(folder)
-            os.close(folder)
+            for folder in (self.folder, self.folder.parent):  # their lists of names, too
+                descriptor = os.open(folder, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+            others = by_age(other for other in self.folder.glob("state_step*.pt") if other != path)
+            self.delete(others[self.keep - 1 :])
         finally:
-            for rest in self.folder.glob("*.partial"):  # this one's, or a killed process's
-                rest.unlink()
-        others = by_age(other for other in self.folder.glob("state_step*.pt") if other != path)
-        for old in others[self.keep - 1 :]:
-            old.unlink()
+            self.delete(self.folder.glob("*.partial"))  # this one, or a killed process's
+
+    @staticmethod
+    def delete(paths):
+        for path in paths:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def wait(self):
         """Wait until the last save has ended; return whether it is on the disk."""
@@ -155,30 +171,37 @@ def check(path, state, gpt, optimizers):
     with zipfile.ZipFile(path) as archive:
         if broken := archive.testzip():  # torch.load compares no checksums
             raise ValueError(f"{broken} is damaged")
-    step, seconds, data = state["step"], state["train_seconds"], state["train_loader"]
-    if not (type(step) is type(data["position"]) is int and type(seconds) is float):
-        raise ValueError("its step, position or time is no number")
-    int(data["data_hash"], 16)
+    step, data, settings = state["step"], state["train_loader"], state["hyperparameters"]
+    position = step * settings["batch_size"] * settings["sequence_length"]
+    if not 0 < step <= settings["num_iterations"] or data["position"] != position:
+        raise ValueError("its step and its position do not agree")
+    if not state["train_seconds"] > 0 or int(data["data_hash"], 16) < 0:
+        raise ValueError("its time or its hash is none")
     torch.Generator().set_state(state["rng"])
-    shapes = {name: tensor.shape for name, tensor in gpt.state_dict().items()}
-    if {name: tensor.shape for name, tensor in state["model"].items()} != shapes:
+    shapes = {name: (tensor.shape, torch.float32) for name, tensor in gpt.state_dict().items()}
+    if {name: (tensor.shape, tensor.dtype) for name, tensor in state["model"].items()} != shapes:
         raise ValueError("it holds other weights")
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         names = OPTIMIZER_TENSORS[type(optimizer).__name__]
         for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            held = saved["state"][i]
-            if held.keys() != names or any(t.shape not in (p.shape, ()) for t in held.values()):
+            shapes = {name: () if name == "step" else p.shape for name in names}
+            if {name: tensor.shape for name, tensor in saved["state"][i].items()} != shapes:
                 raise ValueError(f"the state of {type(optimizer).__name__} is not whole")
 
 
 def find(args, gpt, optimizers):
     """Return (path, state, lines for the log) of the checkpoint that args.resume asks for.
 
-    auto: the newest in args.log_dir that is whole and of these settings; path is None where there
-    is none. Else a path; ValueError if it is missing, damaged, foreign or of other settings.
+    auto: the newest in args.log_dir, or of args.run_id, that is whole and of these settings; path
+    is None where there is none. Else a path; ValueError if it is missing, damaged, foreign or of
+    other settings. A run_id must not be that of another run.
     """
-    auto, lines = args.resume == "auto", []
-    paths = by_age(Path(args.log_dir).glob("*/state_step*.pt")) if auto else [Path(args.resume)]
+    auto, lines, own = args.resume == "auto", [], Path(args.log_dir, args.run_id)
+    paths = by_age(own.glob("state_step*.pt" if args.run_id else "*/state_step*.pt"))
+    if not auto:
+        if args.run_id and paths and Path(args.resume).parent.resolve() != own.resolve():
+            raise ValueError(f"{own} holds the checkpoints of another run: pass another --run_id")
+        paths = [Path(args.resume)]
     for path in paths:
         try:
             state = read(path)
@@ -192,11 +215,11 @@ def find(args, gpt, optimizers):
             lines.append(f"passed over: {sentence}")
             continue
         if not differ:
-            state = tree_map_only(torch.Tensor, torch.clone, state)  # the file may go
+            state = copy.deepcopy(state)  # in memory, for the file may go
             return path, state, [*lines, f"resumed: {path} after step {state['step']}"]
-        if not auto:
+        if not auto or args.run_id:
             raise ValueError(
                 f"{path} belongs to another run: {', '.join(differ)}; give its settings, or start "
-                f"anew without --resume"
+                f"anew without --resume, with another --run_id"
             )
     return None, None, [*lines, f"resume: no checkpoint in {args.log_dir} fits: a fresh start"]

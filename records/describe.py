@@ -188,19 +188,20 @@ def silent_ranks(store, folder):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store.set(f"alive/{rank}", "")
     trace = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: b"{}")()
-    if folder:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"flight_recorder_rank{rank}.json"
-        path.write_bytes(trace if isinstance(trace, bytes) else trace.encode())
-    last = (json.loads(trace).get("entries") or [{}])[-1]
+    entries, where = json.loads(trace).get("entries"), ""  # older torch has none for gloo
+    if entries:
+        last = entries[-1]
+        where = f" {last['collective_seq_id']}, {last['profiling_name']} of {last['input_sizes']}"
+    if entries and folder:
+        with contextlib.suppress(OSError):  # such as a full disk
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"flight_recorder_rank{rank}.json"
+            path.write_bytes(trace if isinstance(trace, bytes) else trace.encode())
+            where += f", trace in {path}"
     time.sleep(3)  # for the others to notice as well
     silent = [other for other in range(world_size) if not store.check([f"alive/{other}"])]
     missing = f"ranks {silent} are killed or stuck" if silent else "a connection broke"
-    return (
-        f"{missing}: rank {rank} waited in vain in collective {last.get('collective_seq_id')}, "
-        f"{last.get('profiling_name')} of {last.get('input_sizes')}"
-        + (f", trace in {path}" if folder else "")
-    )
+    return f"{missing}: rank {rank} waited in vain in collective{where}"
 
 
 def failure(error, args=None, log=None, checkpoint=None):
@@ -212,16 +213,18 @@ def failure(error, args=None, log=None, checkpoint=None):
         return
     text, first, error.reported = explain(error, args), None, True
     if dist.is_initialized():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to all when one has failed
         folder = log and log.path.with_suffix("")
         try:
             store = dist.distributed_c10d._get_default_store()
             last = traceback.extract_tb(error.__traceback__)[-1]
             waited = "/torch/distributed/" in last.filename or ".wait()" in last.line
             if isinstance(error, RuntimeError) and waited:
-                text = silent_ranks(store, folder)
+                cause = re.sub(r"^\[\S+\] ", "", f"{error}".partition("\n")[0])
+                text = f"{silent_ranks(store, folder)} [{cause}]"
             text = f"rank {dist.get_rank()}: {text}{situation(log, checkpoint)}"
             first = store.compare_set("failure", "", text).decode()
-        except RuntimeError:  # the store ended with the process that held it
+        except (RuntimeError, OSError, ValueError):  # such as the store's end with its process
             pass
     else:
         text += situation(log, checkpoint)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "data"))
+sys.path.insert(0, str(ROOT / "records"))
 
 
 TINY = {

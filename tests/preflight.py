@@ -1,4 +1,6 @@
-"""Check in seconds whether a run can start here: `python train_gpt2.py --check [--field=value]`.
+"""Check whether a run can start here: `python train_gpt2.py --check [--field=value ...]`.
+
+It takes seconds, and the time to read the shards once for which a sha256 is noted.
 
 Under torchrun it also checks the processes and their network. Prints a line for each check, then
 all is well and exit status 0, or a list of what to fix and 1. It trains nothing.
@@ -26,8 +28,6 @@ from shards import file_sha256  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
-SECONDS = 30  # that ranks wait for each other here
-
 
 class Checks:
     """`check(name, function, ...)` prints what the function returns, or the fault it raises."""
@@ -50,10 +50,14 @@ class Checks:
     def gathered(self):
         """Return the faults of all ranks, each once, with the ranks if these are not all."""
         if not dist.is_initialized():
+            if self.rank > 0:  # rank 0 may know nothing of them
+                print(*self.faults, sep="\n", file=sys.stderr)
             return self.faults
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, self.faults)
-        lines = []
+        of_ranks, lines = [None] * dist.get_world_size(), []
+        try:
+            dist.all_gather_object(of_ranks, self.faults)
+        except RuntimeError as error:
+            return [*self.faults, f"processes: rank {self.rank} lost the others: {error}"]
         for fault in dict.fromkeys(itertools.chain(*of_ranks)):
             ranks = [rank for rank, faults in enumerate(of_ranks) if fault in faults]
             lines.append(fault if len(ranks) == len(of_ranks) else f"{fault} (ranks {ranks})")
@@ -116,17 +120,17 @@ def check_network(args, device, world_size):
     """Sum a buffer of the size of a step's updates; return its bytes a second on the wire."""
     if world_size == 1:
         return "one process, none needed", None
-    buffer = torch.ones(2**24 // 2, dtype=torch.bfloat16, device=device)  # 16 MiB
+    buffer = torch.empty(2**24 // 2, dtype=torch.bfloat16, device=device)  # 16 MiB
     seconds = []
     for _ in range(4):
+        buffer.fill_(1)
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(buffer)
-        buffer[0].item()
+        found = buffer[0].item()
         seconds.append(time.perf_counter() - start)
-    found, expected = buffer[0].item(), torch.tensor(world_size**4.0).bfloat16().item()
-    if found != expected:
-        raise ValueError(f"an all_reduce gives {found} instead of {expected}")
+    if not (buffer == found).all() or (found != world_size and world_size <= 256):  # exact in bf16
+        raise ValueError(f"an all_reduce of ones gives {found} instead of {world_size}")
     best = min(seconds[1:])
     sent = 2 * (world_size - 1) / world_size * 16 / best
     return f"all_reduce of 16 MiB in {best * 1000:.1f} ms, {sent:.0f} MiB/s a rank", None
@@ -240,10 +244,10 @@ def main(argv):
     args = check("settings", lambda: ("all legal", train_gpt2.parse_args(argv)))
     place = args and check("device", check_place, args)
     if not place:
-        return check.faults
+        return check.gathered()
     rank, world_size, device = place
-    if world_size > 1 and not check("processes", connect, device):
-        return check.faults
+    if world_size > 1 and not check("processes", connect, args, device):
+        return check.gathered()
     check("products", check_products, device)
     check("compiler", check_compiler, args, device)
     check("network", check_network, args, device, world_size)
@@ -258,8 +262,8 @@ def main(argv):
     return check.gathered()
 
 
-def connect(device):
-    train_gpt2.connect(device, SECONDS)
+def connect(args, device):
+    train_gpt2.connect(device, args.comm_timeout)
     return f"{dist.get_world_size()} joined by {dist.get_backend()}", True
 
 

@@ -15,7 +15,9 @@ import zipfile
 from pathlib import Path
 
 import checkpoints
+import describe
 import numpy as np
+import preflight
 import pytest
 import torch
 from conftest import ROOT, run_script, write_shard
@@ -168,7 +170,7 @@ def test_a_killed_rank_ends_the_others_with_one_summary(long):
     assert stderr.count("train_gpt2.py: rank ") == 1, stderr
     assert re.search(
         r"train_gpt2.py: rank [02]: ranks \[1\] are killed or stuck: rank [02] waited in vain in "
-        r"collective \d+, gloo:\w+ of .*, trace in \S+/k/flight_recorder_rank[02]\.json "
+        r"collective \d+, gloo:\w+ of .*, trace in \S+/k/flight_recorder_rank[02]\.json \[.+\] "
         r"\(at step \d+; \S+/k/state_step0000\d0\.pt is whole, --resume=auto goes on\)", stderr
     ), stderr
 
@@ -211,7 +213,7 @@ import torch
 sys.path.insert(0, ROOT)
 import train_gpt2
 
-train_step, save, evaluate = train_gpt2.train_step, torch.save, train_gpt2.evaluate
+train_step = train_gpt2.train_step
 rank, steps = int(os.environ.get("RANK", 0)), 0
 
 def faulty_step(gpt, *arguments):
@@ -228,7 +230,7 @@ train_gpt2.command(sys.argv[1:])
 
 def run_with_fault(fault, fields, folder, processes=1, rank=0):
     script = folder / "faulty.py"
-    replaced = FAULTS.replace("ROOT", repr(str(ROOT))).replace("RANK)", "RANK)")
+    replaced = FAULTS.replace("ROOT", repr(str(ROOT)))
     replaced = replaced.replace("rank == RANK", f"rank == {rank}").replace("FAULT", fault)
     script.write_text(replaced)
     return finish(start(fields, processes, script=script))
@@ -446,6 +448,8 @@ DAMAGES = {
         lambda state: state["optimizers"][0]["state"][0].update(exp_avg=torch.zeros(2, 2))
     ),
     "a step that is no number": rewrite(lambda state: state.update(step="3")),
+    "another step": rewrite(lambda state: state.update(step=3)),
+    "another position": rewrite(lambda state: state["train_loader"].update(position=2**60)),
     "no random state": rewrite(lambda state: state.pop("rng")),
     "gone": os.unlink,
     "a folder": lambda path: (os.unlink(path), os.mkdir(path)),
@@ -505,6 +509,26 @@ def test_old_checkpoints_are_deleted_and_left_overs_too(tiny):
     open(f"{folder}/state_step000001.partial", "w").close()  # as a killed process leaves it
     main(Hyperparameters(**{**tiny, "run_id": "o", "save_every": 1, "keep_checkpoints": 3}))
     assert sorted(os.listdir(folder)) == [f"state_step00000{i}.pt" for i in (4, 5, 6)]
+
+
+def test_a_run_id_keeps_runs_apart(half, capsys):
+    """auto with a run_id sees only that run; another run's checkpoints are not taken over."""
+    fields = {**half, "resume": "auto", "num_iterations": 6}
+    main(Hyperparameters(**{**fields, "run_id": "second"}))
+    assert f"no checkpoint in {half['log_dir']} fits: a fresh start" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"half/\S+ belongs to another run: seed=7 instead of"):
+        main(Hyperparameters(**{**fields, "run_id": "half", "seed": 7}))
+    main(Hyperparameters(**{**fields, "run_id": "third", "resume": "", "save_every": 3}))
+    with pytest.raises(ValueError, match="third holds the checkpoints of another run: pass"):
+        main(Hyperparameters(**{**half, "run_id": "third"}))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, capsys):
+    log = describe.Log(Hyperparameters(log_dir=str(tmp_path)), 0, "x")
+    saved = checkpoints.Checkpoints(log, 2)
+    saved.save(dict(step=1, model=dict(w=torch.tensor([1.0, float("inf")]))))
+    assert not saved.wait() and saved.last is None
+    assert "was not written (a weight is not finite)" in capsys.readouterr().out
 
 
 def test_two_runs_never_write_one_log(half):
@@ -596,8 +620,7 @@ FAULTS_FOUND = {
         None, "GiB of",
     ),
     "disk": (
-        {"n_embd": 65536, "n_layer": 60, "keep_checkpoints": 1000}, None,
-        "are needed: free some or pass --log_dir"
+        {"keep_checkpoints": 10**9}, None, "are needed: free some or pass --log_dir"
     ),
 }  # fmt: skip
 
@@ -609,7 +632,12 @@ def test_the_check_lists_what_to_fix(fault, tiny, tmp_path):
     changes, prepare, sentence = FAULTS_FOUND[fault]
     if prepare:
         prepare(tmp_path)
-    done = check({**tiny, **changes})
-    assert done.returncode == 1
-    assert sentence in done.stdout.partition("\nto fix:\n")[2], done.stdout + done.stderr
+    [found] = preflight.main(options({**tiny, **changes}))
+    assert sentence in found
+
+
+def test_a_failed_check_is_a_list_and_a_failure(tiny):
+    done = check({**tiny, "num_iterations": 99, "device_batch_size": 12})
+    assert done.returncode == 1 and "data: FAILED, 99 steps need 19,009 tokens" in done.stdout
+    assert "\nto fix:\n  data: 99 steps need 19,009 tokens" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
