@@ -755,16 +755,10 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals):
     with log.timed("compile"):
         warm_up(gpt, optimizers, args, train_loader)
     first_graphs = graphs = count_graphs()
-    def progress(name, loss):
-        require(math.isfinite(loss), f"{name} is {loss} at step {log.step}: lower the learning "
-                                     f"rates", FloatingPointError)
-        train_ms = 1000 * log.seconds["train"]
-        return (f"step:{log.step}/{args.num_iterations} {name}:{loss:.4f} "
-                f"train_time:{train_ms:.0f}ms step_avg:{train_ms / max(log.step, 1):.2f}ms")
     def validate():
         with log.timed("validation"):
             loss = evaluate(gpt, val_loader, args.val_tokens)
-        log(f"{progress('val_loss', loss)} data_hash:{train_loader.data_hash()}")
+        log(f"{log.progress('val_loss', loss)} data_hash:{train_loader.data_hash()}")
         return loss
     while log.step < args.num_iterations:
         if args.val_loss_every and log.step % args.val_loss_every == 0:
@@ -778,7 +772,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals):
         log.step += 1
         if not math.isfinite(loss):
             check_finite(largest, names)
-        log(progress("train_loss", loss))
+        log(log.progress("train_loss", loss))
         if graphs < (graphs := count_graphs()):
             log("warning: compiled anew after the warm-up; TORCH_LOGS=recompiles says why")
         last = log.step == args.num_iterations

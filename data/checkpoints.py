@@ -7,7 +7,6 @@ What is in one, run_state and resume in train_gpt2.py say; how it gets to the di
 import contextlib
 import copy
 import dataclasses
-import fcntl
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from shards import lock
 from torch.utils._pytree import tree_map_only
 
 # settings that a resumed run may change, as num_iterations may grow; all others define the run
@@ -66,12 +66,9 @@ class Checkpoints:
         self.thread, self.writing = ThreadPoolExecutor(1), None
         self.buffers = []  # host memory, of one save after the other
         if log.file:
+            busy = f"another process is writing {log.path}: stop it, or pass another --run_id"
             try:
-                fcntl.flock(log.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
-            except BlockingIOError:
-                raise ValueError(
-                    f"another process is writing {log.path}: stop it, or pass another --run_id"
-                ) from None
+                lock(log.file, busy)
             except OSError as error:
                 log(f"warning: nothing keeps a second run out of {log.path} ({error.strerror})")
 
@@ -91,7 +88,7 @@ class Checkpoints:
         def to_host(tensor):
             if tensor.data_ptr() not in copies:
                 i = len(copies)  # memory is used again: mapping it anew takes longer than copying
-                if i == len(self.buffers) or self.buffers[i].size() != tensor.size():
+                if i == len(self.buffers) or self.buffers[i].shape != tensor.shape:
                     pin = tensor.device.type == "cuda"
                     buffer = torch.empty_like(tensor, device="cpu", pin_memory=pin)
                     self.buffers[i:] = [buffer]

@@ -12,7 +12,6 @@ one sentence and exit code 1 (130 or 143 when stopped).
 
 import argparse
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -30,7 +29,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from shards import file_sha256, shard_size
+from shards import file_sha256, lock, shard_size
 
 HERE = Path(__file__).resolve().parent
 LAST_SHARD = 103
@@ -262,12 +261,9 @@ def download(count, folder, workers, manifest):
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"fineweb_train_{i:06d}.bin" for i in range(1, count + 1)]
     shards = [Shard(name, folder, manifest) for name in ["fineweb_val_000000.bin", *names]]
-    with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run downloads into {folder}: wait for its end, or name "
-                             f"another folder with --out") from None  # fmt: skip
+    with open(folder / ".lock", "w") as file:
+        lock(file, f"another run downloads into {folder}: wait for its end, or name another folder "
+                   f"with --out")  # fmt: skip
         in_threads(workers, Shard.check, shards)
         require_room(shards, folder)
         fetch_all([shard for shard in shards if not shard.path.exists()], workers)

@@ -23,8 +23,6 @@ import argparse
 import codecs
 import collections
 import concurrent.futures
-import contextlib
-import fcntl
 import fnmatch
 import gzip
 import hashlib
@@ -48,7 +46,7 @@ import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from shards import file_sha256, write_shard
+from shards import file_sha256, lock, write_shard
 
 CHUNK = 2**20  # bytes of text that a worker takes at a time, and of a piece of a long document
 # Where a long document may be cut: no pattern of an encoding of at most 65536 ids takes a
@@ -537,7 +535,8 @@ def pack(args):
     files = list_files(args.inputs, args.pattern, args.exclude, args.out)
     waiting, earlier = args.out / ".pack", read_manifest(args.out / "manifest.json")
     waiting.mkdir(parents=True, exist_ok=True)
-    with lock(waiting):
+    with open(waiting / "lock", "w") as file:
+        lock(file, f"another pack writes into {args.out}: wait for its end, or give another --out")
         paths, bad = encode_all(files, args, waiting)
         documents = Documents(paths) if paths else None
         if documents is None or not documents.kept.any():
@@ -568,18 +567,6 @@ def pack(args):
         publish(waiting, args.out, {**sums[0], **sums[1]}, texts)
         shutil.rmtree(waiting)
     return manifest
-
-
-@contextlib.contextmanager
-def lock(folder):
-    """Hold a folder alone. Raises ValueError if another process does."""
-    with open(folder / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another pack writes into {folder.parent}: wait for its end, or give "
-                             f"another --out") from None  # fmt: skip
-        yield
 
 
 def parse_args():

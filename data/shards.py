@@ -1,5 +1,6 @@
-"""The format of a shard of tokens, for training and for the tools that write and fetch shards."""
+"""The format of a shard of tokens, and what all that read and write files here have in common."""
 
+import fcntl
 import hashlib
 import itertools
 import os
@@ -33,6 +34,14 @@ def shard_size(path):
             f"{expected:,} bytes; fetch or pack it again"
         )
     return tokens
+
+
+def lock(file, sentence):
+    """Hold an open file alone, or raise ValueError(sentence) because another process does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(sentence) from None
 
 
 def file_sha256(path):

@@ -41,7 +41,8 @@ class Log:
 
     def __init__(self, args, rank, run_id, step=0, train_seconds=0.0):
         self.path, self.file = Path(args.log_dir) / f"{run_id}.txt", None
-        self.step, self.seconds = step, defaultdict(float, train=train_seconds)  # of each phase
+        self.step, self.last_step = step, args.num_iterations
+        self.seconds = defaultdict(float, train=train_seconds)
         if rank == 0:
             if self.path.exists() and not args.resume:
                 raise ValueError(f"{self.path} exists: pass another --run_id")
@@ -63,6 +64,18 @@ class Log:
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
+
+    def progress(self, name, loss):
+        """Return the line of a step. Raises FloatingPointError if its loss is not finite."""
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"{name} is {loss} at step {self.step}: lower the learning rates"
+            )
+        train_ms = 1000 * self.seconds["train"]
+        return (
+            f"step:{self.step}/{self.last_step} {name}:{loss:.4f} train_time:{train_ms:.0f}ms "
+            f"step_avg:{train_ms / max(self.step, 1):.2f}ms"
+        )
 
 
 def environment(device):
@@ -109,6 +122,12 @@ def header(log, script, args, gpt, optimizers, train_loader, val_loader, product
         log(line)
 
 
+def owned_values(muon):
+    """Return how many values each rank owns, which is its momentum."""
+    owner = muon.owner
+    return [sum(p.numel() for p in owner if owner[p] == r) for r in range(muon.world_size)]
+
+
 def optimizer_table(gpt, optimizers, world_size):
     """Return lines: count, name, shape, optimizer, learning rate; then Muon's work and bytes."""
     rates = {
@@ -121,8 +140,8 @@ def optimizer_table(gpt, optimizers, world_size):
         f"{re.sub('[.][0-9]+', '.*', name):24s} {tuple(p.shape)!s:16s} {rates[p]}"
         for name, p in gpt.named_parameters()
     )
-    load, owner = optimizers[1].load, optimizers[1].owner
-    owned = [sum(p.numel() for p in owner if owner[p] == rank) for rank in range(world_size)]
+    load = optimizers[1].load
+    owned = owned_values(optimizers[1])
     # in float32 and bf16; a ring sends (W-1)/W of a buffer to reduce it, and again to spread it
     ring, head = 4 * (world_size - 1) / world_size / 2**20, gpt.lm_head.weight.numel()
     return [
@@ -165,7 +184,7 @@ def summary(log, args, gpt, train_loader, recompiles, val_loss):
 def explain(error, args=None):
     """Return what a user needs of an error: one sentence where it is ours, else the traceback."""
     full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if args and (full or "can't allocate memory" in str(error)):
+    if args and (full or "allocate memory" in str(error)):  # "can't" torch, "Cannot" the system
         share = args.batch_size // int(os.environ.get("WORLD_SIZE", 1))  # sequences, of a process
         micro = min(share, args.device_batch_size)
         smaller = [n for n in range(1, micro) if share % n == 0]
@@ -196,7 +215,7 @@ def silent_ranks(store, folder):
         with contextlib.suppress(OSError):  # such as a full disk
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"flight_recorder_rank{rank}.json"
-            path.write_bytes(trace if isinstance(trace, bytes) else trace.encode())
+            path.write_bytes(trace)
             where += f", trace in {path}"
     time.sleep(3)  # for the others to notice as well
     silent = [other for other in range(world_size) if not store.check([f"alive/{other}"])]

@@ -188,7 +188,7 @@ def check_optimizers(args, rank, world_size):
     return "\n".join(lines), (gpt, optimizers[1])
 
 
-def estimate_memory(args, gpt, muon, world_size, dtype, micro):
+def estimate_memory(args, gpt, muon, dtype, micro):
     """Return about how many bytes a process needs at its peak, with micro sequences at a time.
 
     Weights, gradients, updates and optimizers' states are exact; activations count the tensors of
@@ -196,8 +196,7 @@ def estimate_memory(args, gpt, muon, world_size, dtype, micro):
     """
     everything, head = sum(p.numel() for p in gpt.parameters()), gpt.lm_head.weight.numel()
     low = dtype.itemsize  # bytes of a product's result
-    owned = [[p.numel() for p in muon.owner if muon.owner[p] == r] for r in range(world_size)]
-    momentum = max(map(sum, owned))
+    momentum = max(describe.owned_values(muon))
     fixed = 8 * everything + 8 * head + 2 * (everything - head) + 4 * momentum
     tokens = micro * args.sequence_length
     # of width C: residual and its norm twice; q, k, v, normed and turned q and k, attention's
@@ -215,7 +214,7 @@ def check_memory(args, gpt, muon, device, world_size):
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1
     free = free_memory(device) / here
     sizes = [n for n in train_gpt2.divisors(local) if n <= args.device_batch_size]
-    needs = {n: estimate_memory(args, gpt, muon, world_size, dtype, n) for n in sizes}
+    needs = {n: estimate_memory(args, gpt, muon, dtype, n) for n in sizes}
     need, fitting = needs[sizes[-1]], [n for n in sizes if needs[n] < free]
     text = f"a process needs about {need / 2**30:.1f} GiB of {free / 2**30:.1f} free"
     if need > free:

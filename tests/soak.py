@@ -1,6 +1,6 @@
 """Kill and stop runs at random and go on, again and again: does the result stay the same bits?
 
-    python tests/soak.py --cycles 30 --processes 2 3      # about 6 minutes for each on 2 cores
+    python tests/soak.py --cycles 30 --processes 2 3      # about 8 minutes for each on 2 cores
 
 A cycle starts `torchrun train_gpt2.py --resume=auto`, and at a random moment (from the start of
 the processes on; a third of them while a checkpoint is being written) sends SIGKILL or SIGTERM to
@@ -80,7 +80,7 @@ def wait_for_moment(run, processes, in_write, folder, choice):
 
 
 def cycle(settings, processes, choice):
-    """Start, interrupt, wait; return the row of the table: (what, rank, moment, steps..., ...)."""
+    """Start, interrupt, wait; return the row of the table, None if the run was at its end."""
     folder = Path(settings["log_dir"]) / settings["run_id"]
     log = folder.with_suffix(".txt")
     before = len(steps(log))

@@ -19,6 +19,7 @@ import tiktoken
 from conftest import ROOT, SHARED_DATA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shards import lock
 
 from train_gpt2 import shard_size
 
@@ -277,7 +278,8 @@ def test_packing_again_changes_nothing_and_reads_none_of_its_own_output(tmp_path
 def test_a_second_pack_into_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "out" / ".pack").mkdir(parents=True)
     (tmp_path / "a.txt").write_text("text")
-    with pack.lock(tmp_path / "out" / ".pack"):
+    with open(tmp_path / "out" / ".pack" / "lock", "w") as file:
+        lock(file, "nobody does")
         done = run_pack(tmp_path / "a.txt", "--out", tmp_path / "out", "--encoding", "bytes")
     assert done.returncode == 1 and "another pack writes into" in done.stderr
 

@@ -274,7 +274,8 @@ def test_memory_that_is_really_out(tiny, tmp_path):
     fields = {**tiny, "batch_size": 512, "device_batch_size": 512, "allow_repeat": True}
     fault = "resource.setrlimit(resource.RLIMIT_AS, (2**20, 2**20))"
     code, _, stderr = run_with_fault("import resource; " + fault, fields, tmp_path)
-    assert code == 1 and "out of memory: pass --device_batch_size=256, the result" in stderr
+    assert code == 1, stderr
+    assert "out of memory: pass --device_batch_size=256, the result" in stderr, stderr
 
 
 def test_a_new_graph_is_warned_of(tiny, tmp_path):
@@ -348,7 +349,7 @@ def test_a_finished_run_only_says_its_result_again(tiny, capsys):
     first = main(Hyperparameters(**{**tiny, "run_id": "r", "save_every": 100}))
     assert main(Hyperparameters(**{**tiny, "resume": "auto", "save_every": 100})) == first
     log = open(f"{tiny['log_dir']}/r.txt").read()
-    assert log.count(" train_loss:") - log.count('" train_loss:') >= 6
+    assert re.findall(r"^step:(\d)/6 train_loss", log, re.M) == list("123456")
     assert len(re.findall(r"^step:6/6 val_loss", log, re.M)) == 2
     assert len(re.findall(r"^step:6/6 train_loss", log, re.M)) == 1
 
@@ -382,12 +383,12 @@ def test_every_setting_that_may_change_is_one():
     assert fields > checkpoints.MAY_CHANGE
 
 
-@pytest.mark.parametrize("shard, where", [(0, 5), (0, 1000)])
-def test_other_data_are_refused(shard, where, half, tmp_path):
-    """One changed token among those that were trained on, or another shard."""
+@pytest.mark.parametrize("change", ["one token", "the order of shards"])
+def test_other_data_are_refused(change, half, tmp_path):
+    """One changed token among those that were trained on, or another shard first."""
     tokens = np.fromfile(tmp_path / "train_0.bin", np.uint16)[512:].copy()
-    tokens[where % len(tokens)] ^= 1
-    if where < 500:
+    tokens[5] ^= 1
+    if change == "one token":
         write_shard(tmp_path / "train_0.bin", tokens)
     else:
         os.rename(tmp_path / "train_0.bin", tmp_path / "train_9.bin")
