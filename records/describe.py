@@ -29,6 +29,7 @@ PEAK_FLOPS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
+SIBLINGS = "data/checkpoints.py", "data/shards.py", "records/describe.py"  # that the script imports
 PHASES = "setup", "compile", "validation", "train", "loading", "checksum", "checkpoint"
 
 
@@ -81,7 +82,7 @@ class Log:
 def environment(device):
     """Return (a line on versions and the commit, the device's name)."""
     run = subprocess.getoutput
-    commit = run(f"git -C '{ROOT}' describe --always --dirty --abbrev=40")
+    commit = run(f"git -C '{ROOT}' describe --always --dirty --abbrev=40 2>/dev/null || echo none")
     name, driver = run("grep -m1 'model name' /proc/cpuinfo"), None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -100,6 +101,8 @@ def header(log, script, args, gpt, optimizers, train_loader, val_loader, product
     """
     device, world_size = train_loader.device, train_loader.world_size
     log(Path(script).read_text(), show=False)
+    for path in SIBLINGS:
+        log(f"source of {path}:\n{(ROOT / path).read_text()}", show=False)
     for name, value in dataclasses.asdict(args).items():
         log(f"hyperparameter {name}={value!r}", show=False)
     versions, name = environment(device)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import describe
 import pytest
 import torch
 import torch.distributed as dist
@@ -289,6 +290,8 @@ def test_log_grammar_and_result(tiny, capsys):
     source = open(train_gpt2.__file__).read()
     assert text.startswith(source), "the log begins with the source"
     body = text[len(source) :]
+    for path in describe.SIBLINGS:
+        assert f"\nsource of {path}:\n{(describe.ROOT / path).read_text()}\n" in text
     lines = body.splitlines()
     shown = capsys.readouterr().out.splitlines()
     assert shown == [line for line in lines if line in shown] and len(shown) > 20
