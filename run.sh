@@ -5,6 +5,9 @@
 #     without:   0.8M parameters on the bytes of PyTorch's own Python sources: loss 1.2935 (n=5, sd
 #                0.0084), 5 minutes on 2 cores with installation (11 on a CPU without bf16), 0.6 GB
 # bash run.sh test [pytest arguments]   run the test suite
+# bash run.sh records/<date>_<Name>     train a record again from its own log: is the loss within its
+#     spread? Arguments: records/rerun.py
+# bash run.sh data                      only make the data of the record without GPUs
 # NPROC=n sets the number of processes, PYTHON=... the interpreter, SCRIPT=... a copy of the script.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -15,10 +18,14 @@ export PYTHONPATH="$PWD/data:$PWD/records${PYTHONPATH:+:$PYTHONPATH}"  # for a c
 check="import torch, numpy, tiktoken, huggingface_hub, tqdm
 assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 5), 'torch is older than 2.5'"
 requirements=requirements.txt
-if [ "${1:-}" = test ]; then
-    check+="; import pytest, hypothesis"
-    requirements=tests/requirements.txt
-fi
+case "${1:-}" in
+test)
+    check+="; import pytest, hypothesis, scipy, matplotlib"
+    requirements=tests/requirements.txt ;;
+records/*)
+    check+="; import scipy, matplotlib"
+    requirements=records/requirements.txt ;;
+esac
 if ! reason=$("$python" -c "$check" 2>&1); then
     echo "$python: ${reason##*$'\n'}; using .venv"
     [ -x .venv/bin/python ] || "$python" -m venv .venv
@@ -26,9 +33,33 @@ if ! reason=$("$python" -c "$check" 2>&1); then
     "$python" -c "$check" 2>/dev/null || "$python" -m pip install -r "$requirements"
 fi
 
-if [ "${1:-}" = test ]; then
-    exec "$python" -m pytest "${@:2}"
-fi
+is_the_records() {
+    "$python" -c "
+from shards import file_sha256
+shards = {
+    'train_000001.bin': '6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140',
+    'val_000000.bin': 'aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7'}
+assert all(file_sha256(f'data/torch_sources/{name}') == sha for name, sha in shards.items())
+" 2>/dev/null
+}
+
+pack_torch_sources() {
+    is_the_records || "$python" data/pack.py \
+        "$("$python" -c "import os, torch; print(os.path.dirname(torch.__file__))")" \
+        --pattern '*.py' --exclude version.py `# the one that CPU and CUDA builds have different` \
+        --encoding bytes --val_fraction 0.02 --skip_bad --out data/torch_sources
+    if is_the_records; then
+        echo "data: the record's own (torch 2.13.0)"
+    else
+        echo "data: not the record's (another torch than 2.13.0?); the loss is not comparable"
+    fi
+}
+
+case "${1:-}" in
+test) exec "$python" -m pytest "${@:2}" ;;
+records/*) exec "$python" records/rerun.py "$@" ;;
+data) pack_torch_sources; exit ;;
+esac
 
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 if [ "$gpus" -gt 0 ]; then
@@ -37,18 +68,9 @@ if [ "$gpus" -gt 0 ]; then
     "$python" data/fineweb.py
 else
     processes=${NPROC:-1}
-    data=data/torch_sources
-    torch_folder=$("$python" -c "import os, torch; print(os.path.dirname(torch.__file__))")
-    # version.py is the one file that differs between the CPU and the CUDA builds
-    "$python" data/pack.py "$torch_folder" --pattern '*.py' --exclude version.py \
-        --encoding bytes --val_fraction 0.02 --skip_bad --out "$data"
-    if grep -q '"data_hash": "ac53c68016e8d8a7"' "$data/manifest.json"; then
-        echo "data: the record's own (torch 2.13.0)"
-    else
-        echo "data: not the record's (another torch than 2.13.0?); the loss is not comparable"
-    fi
+    pack_torch_sources
     settings=(
-        --train_files="$data/train_*.bin" --val_files="$data/val_*.bin"
+        --train_files='data/torch_sources/train_*.bin' --val_files='data/torch_sources/val_*.bin'
         --vocab_size=257 --n_layer=4 --n_head=1 --n_embd=128
         --batch_size=16 --device_batch_size=16 --sequence_length=256
         --num_iterations=1800 --warmdown_iters=900

@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc_per_node=8 train_gpt2.py      # the record's settings, 8 GPUs
     python train_gpt2.py --num_iterations=100 --batch_size=64   # one process; any field below
+    python train_gpt2.py --check    # can it run here?   --profile: where a step's time goes
 
 The defaults are those of record 7 of the public NanoGPT speedrun (October 2024): 12.0 minutes on
 8xH100, loss 3.2755 (n=1, its own log); not run on a GPU here yet. On 2 CPU cores, `bash run.sh`
@@ -881,8 +882,9 @@ def command(argv):
         sys.exit(1)
 
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.argv.remove("--check")
-        runpy.run_path(f"{ROOT}/tests/preflight.py", run_name="__main__")
+    tools = {"--check": "tests/preflight.py", "--profile": "records/step_profile.py"}
+    if flag := next((flag for flag in tools if flag in sys.argv), None):
+        sys.argv.remove(flag)
+        runpy.run_path(f"{ROOT}/{tools[flag]}", run_name="__main__")
     else:
         command(sys.argv[1:])

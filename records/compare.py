@@ -1,0 +1,234 @@
+"""Is it real? Tests on validation losses of repeated runs, from their logs alone.
+
+    python records/compare.py LOG... --target 1.32 --n 10           # is the mean loss below it?
+    python records/compare.py LOG... --against LOG... --n 5         # is A's mean below B's?
+
+LOG as for report.py. --n is the number of runs a side that was fixed before them; only with it a
+verdict is given, and "record" is said only when p is below --alpha. Refused with status 1: another
+number of runs than --n, unfinished runs, a seed twice, settings or source that vary in a group,
+sides that differ in data hashes, validation tokens, target or hardware. Losses: nats a token.
+t-tests: scipy.stats; the least n: from the noncentral t distribution, for 90% power.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from report import collect, command, markdown
+from runlog import INCIDENTAL
+
+POWER = 0.9  # of the least n
+FEWEST, MOST = 2, 100_000  # runs a side
+
+
+def require(condition, sentence):
+    if not condition:
+        raise ValueError(sentence)
+
+
+def defining(run):
+    """Return the settings that define a run."""
+    return {name: value for name, value in run.settings.items() if name not in INCIDENTAL}
+
+
+def check_group(name, runs, n):
+    """Raise ValueError unless these runs are repetitions of one experiment, n where that is given.
+    """
+    require(len(runs) >= FEWEST, f"{name} has {len(runs)} run: a test needs at least {FEWEST}")
+    require(n is None or len(runs) == n,
+            f"{name} has {len(runs)} runs, but n={n} was fixed before them: give just these {n}, "
+            f"or report without --n and claim no record")
+    for run in runs:
+        require(run.finished, f"{run.path} ended at step {run.steps} of {run.last}: run it to its "
+                              f"end, for leaving runs out biases the mean")
+        for what, value, first in (
+            ("settings", defining(run), defining(runs[0])),
+            ("source", run.sources, runs[0].sources),
+        ):
+            require(value == first, f"{run.path} has another {what} than {runs[0].path}: a group "
+                                    f"repeats one experiment")
+    seeds = [run.seed for run in runs if run.seed is not None]
+    twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+    require(not twice, f"{name} holds the seeds {twice} more than once: one run a seed counts")
+
+
+def unlike(runs):
+    """Raise ValueError if runs cannot be compared; return what their logs leave open."""
+    unknown = []
+    for what, of in {
+        "validation tokens (val_hash)": lambda run: run.facts.get("val_hash"),
+        "number of validation tokens": lambda run: run.settings.get("val_tokens"),
+        "hardware": lambda run: run.facts.get("device"),
+        "number of processes": lambda run: run.facts.get("processes"),
+        "dtype of products": lambda run: run.facts.get("products"),
+        "target": lambda run: run.settings.get("target_val_loss"),
+    }.items():
+        values = {str(of(run)): run.path for run in runs if of(run) is not None}
+        require(len(values) < 2, f"the {what} of these runs differ: " + ", ".join(
+            f"{value} in {path}" for value, path in values.items()) + "; compare like with like")
+        if any(of(run) is None for run in runs):
+            unknown.append(what)
+    return unknown + training_data(runs)
+
+
+def training_data(runs):
+    """Raise ValueError if the runs read other tokens; return whether that cannot be told.
+
+    data_hash is compared wherever two runs logged it after as many tokens, since fewer steps read
+    less of the same stream.
+    """
+    open_ends = False
+    for run in runs[1:]:
+        shared = run.hashes.keys() & runs[0].hashes.keys()
+        for tokens in shared:
+            require(run.hashes[tokens] == runs[0].hashes[tokens],
+                    f"the training data differ: data_hash after {tokens:,} tokens is "
+                    f"{run.hashes[tokens]} in {run.path}, {runs[0].hashes[tokens]} in "
+                    f"{runs[0].path}; compare like with like")
+        open_ends |= not shared
+    return ["training tokens (data_hash)"] * open_ends
+
+
+def differences(a, b):
+    """Return a line on all that sets two groups apart: settings, source, versions."""
+    left, right = defining(a), defining(b)
+    changed = [f"{name} {left.get(name)!r} against {right.get(name)!r}"
+               for name in sorted(left.keys() | right.keys()) if left.get(name) != right.get(name)]
+    changed += [f"source of {name}" for name in sorted(a.sources.keys() | b.sources.keys())
+                if a.sources.get(name) != b.sources.get(name)]
+    if a.facts.get("torch") != b.facts.get("torch"):
+        changed.append(f"torch {a.facts.get('torch')} against {b.facts.get('torch')}")
+    return "; ".join(changed) or "nothing"
+
+
+def least_n(effect, deviations, alpha, power=POWER):
+    """Return the runs a side that show a lower mean with that power, one-sided; None: over MOST.
+
+    effect: the difference of means to be shown, > 0; deviations: the standard deviation of one
+    group (against a target) or of two, as many runs each (Welch).
+    """
+    variances = np.square(deviations)
+    low, high = FEWEST, MOST
+    while low < high:
+        n = (low + high) // 2
+        # Welch-Satterthwaite with equal n: (n - 1) (v1 + v2)^2 / (v1^2 + v2^2)
+        freedom = (n - 1) * variances.sum() ** 2 / np.square(variances).sum()
+        shift = effect / math.sqrt(variances.sum() / n)
+        reached = stats.nct.sf(stats.t.isf(alpha, freedom), freedom, shift) >= power
+        low, high = (low, n) if reached else (n + 1, high)
+    return low if low < MOST else None
+
+
+def describe_groups(groups):
+    rows = [[name, f"{len(x)}", f"{np.mean(x):.4f}", f"{np.std(x, ddof=1):.4f}",
+             " ".join(f"{loss:.4f}" for loss in x)] for name, x in groups.items()]
+    return markdown(["group", "n", "mean", "std", "each"], rows)
+
+
+def needed(effect, deviations, options):
+    """Return a sentence on the least n for the claimed effect, or for the one seen."""
+    claimed = effect if options.effect is None else options.effect
+    if claimed <= 0 or not any(deviations):
+        return "Least n: n/a, there is no effect to show or no spread."
+    n = least_n(claimed, deviations, options.alpha)
+    kind = "seen" if options.effect is None else "claimed"
+    return (f"Least n to show the effect {kind}, {claimed:.4f}, at p < {options.alpha:g} with "
+            f"{POWER:.0%} power: {n or f'over {MOST:,}'} {'a side' if len(deviations) > 1 else ''}"
+            ).rstrip() + "."
+
+
+def against_target(name, x, options):
+    """Print the one-sided test of mean < target; return p."""
+    result = stats.ttest_1samp(x, options.target, alternative="less")
+    interval = stats.ttest_1samp(x, options.target).confidence_interval(0.95)
+    print(f"\nTarget {options.target:g}. One-sided t-test that the mean of {name} is below it: "
+          f"t={result.statistic:.2f} p={result.pvalue:.2g}; the mean's 95% interval "
+          f"{interval.low:.4f} to {interval.high:.4f}.\n")
+    print(needed(options.target - np.mean(x), [np.std(x, ddof=1)], options))
+    return result.pvalue
+
+
+def against_group(groups, options):
+    """Print Welch's test, one- and two-sided, and the difference's interval; return one-sided p."""
+    (a, x), (b, y) = groups.items()
+    two = stats.ttest_ind(x, y, equal_var=False)
+    less = stats.ttest_ind(x, y, equal_var=False, alternative="less")
+    interval = two.confidence_interval(0.95)
+    effect = np.mean(y) - np.mean(x)
+    print(f"\n{a} minus {b}: {-effect:+.4f}, 95% interval {interval.low:+.4f} to "
+          f"{interval.high:+.4f}. Welch's t={two.statistic:.2f} df={two.df:.1f} p={two.pvalue:.2g} "
+          f"(two-sided), p={less.pvalue:.2g} (one-sided: {a} is lower).\n")
+    print(needed(abs(effect), [np.std(x, ddof=1), np.std(y, ddof=1)], options))
+    return less.pvalue
+
+
+def verdict(p, unknown, options):
+    """Return the last sentence and the exit status: 1 where a record was asked for and is none."""
+    if options.n is None:
+        return "No verdict: --n, the number of runs fixed before them, is not given.", 0
+    if unknown:
+        return f"No record: the logs do not hold the {', '.join(unknown)}.", 1
+    if not p < options.alpha:  # also when p is not a number, since nothing varies
+        return f"No record: p={p:.2g} is not below {options.alpha:g}.", 1
+    return f"Record: p={p:.2g} is below {options.alpha:g}, with the n={options.n} fixed before.", 0
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", nargs="+", metavar="LOG")
+    parser.add_argument("--against", nargs="+", metavar="LOG", help="the other side")
+    parser.add_argument("--target", type=float, help="loss that the mean must be below")
+    parser.add_argument("--n", type=int, help="runs a side, fixed before the runs")
+    parser.add_argument("--alpha", type=float, default=0.01, help="level of p, 0.01")
+    parser.add_argument("--effect", type=float, help="claimed difference; default: the one seen")
+    options = parser.parse_args(argv)
+    if (options.target is None) == (options.against is None):
+        parser.error("give --target or --against, one of them")
+    if not 0 < options.alpha < 1:
+        parser.error(f"--alpha={options.alpha} must be between 0 and 1")
+    if options.effect is not None and not options.effect > 0:
+        parser.error(f"--effect={options.effect} must be above 0")
+    return options
+
+
+def side(arguments):
+    """Return (name, runs) of one side's logs."""
+    groups = collect(arguments)
+    return " + ".join(groups), [run for runs in groups.values() for run in runs]
+
+
+def main(argv):
+    options = parse(argv)
+    sides = [side(logs) for logs in (options.logs, options.against) if logs]
+    if len(sides) == 2 and sides[0][0] == sides[1][0]:
+        sides = [(f"{name} ({letter})", runs) for (name, runs), letter in zip(sides, "AB")]
+    for name, runs in sides:
+        check_group(name, runs, options.n)
+    every = [run for _, runs in sides for run in runs]
+    unknown = unlike(every)
+    target = every[0].settings.get("target_val_loss")
+    require(None in (options.target, target) or options.target == target,
+            f"--target={options.target} is not the target that the logs name, {target}, and it is "
+            f"to be fixed before the runs")
+    paths = [run.path.resolve() for run in every]
+    require(len(set(paths)) == len(paths), "a log stands on both sides")
+    groups = {name: [run.val_loss for run in runs] for name, runs in sides}
+    print(describe_groups(groups))
+    if options.against:
+        print(f"\nThey differ in: {differences(sides[0][1][0], sides[1][1][0])}.")
+        p = against_group(groups, options)
+    else:
+        p = against_target(*groups.popitem(), options)
+    sentence, status = verdict(p, unknown, options)
+    print(f"\n{sentence}")
+    return status
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,126 @@
+"""Run a record again from its own log, and say whether the loss is within its spread.
+
+    bash run.sh records/<date>_<Name> [NAME] [--field=value ...]
+
+NAME: which of the record's runs, muon or muon_seed3; without it the first. Sources and settings
+come from its log, data from where that says; fields given here come last (--seed=11). The new loss
+is held against the group's logs: within the 99% prediction interval of their mean and standard
+deviation (Student's t) the exit status is 0, else 1. Other data than the record's: refused.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from compare import require, training_data
+from report import command
+from runlog import ROOT, logs_in, read
+
+LEVEL = 0.99
+OUR_OWN = {"run_id", "log_dir", "resume"}  # settings that a repetition does not take over
+
+
+def choose(folder, name):
+    """Return (the run to repeat, the runs of its group)."""
+    require(Path(folder).is_dir(), f"{folder} is no record: give one of " + ", ".join(
+        f"records/{path.parent.name}" for path in sorted(ROOT.glob("records/*/README.md"))))
+    runs = [run for run in logs_in(folder) if run.finished]
+    names = dict.fromkeys(name for run in runs for name in (run.label, run.path.stem))
+    require(runs, f"{folder} holds no log of a whole training run, so nothing to repeat")
+    require(name in (None, *names), f"{folder} has no run {name!r}: give one of {[*names]}")
+    run = next(run for run in runs if name in (None, run.label, run.path.stem))
+    return run, [other for other in runs if other.label == run.label]
+
+
+def unpack(run, folder):
+    """Write the logged sources, laid out as in the repository; return the script's path."""
+    for name, text in run.sources.items():
+        path = (folder / name).resolve()
+        require(folder in path.parents, f"{run.path} names a source outside its folder: {name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / next(iter(run.sources))
+
+
+def fetch(run):
+    """Make the data where it is of a kind that this repository can make."""
+    pattern = run.settings["train_files"]
+    if pattern.startswith("data/torch_sources/"):
+        subprocess.run(["bash", "run.sh", "data"], check=True,
+                       env=os.environ | {"PYTHON": sys.executable})
+    elif pattern.startswith("data/fineweb10B/"):
+        shards = -(-run.settings["num_iterations"] * run.tokens_per_step // 10**8)
+        subprocess.run([sys.executable, "data/fineweb.py", str(shards)], check=True)
+
+
+def repeat(run, fields, log_dir):
+    """Train again as logged; return the path of the new log."""
+    name = f"rerun_{run.path.stem}_{time.strftime('%Y%m%d-%H%M%S')}"
+    processes = int(run.facts.get("processes", 1))
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    with tempfile.TemporaryDirectory() as folder:
+        script = unpack(run, Path(folder).resolve())
+        settings = {n: v for n, v in run.settings.items() if n not in OUR_OWN and v is not None}
+        argv = [sys.executable, *(launch if processes > 1 else []), str(script),
+                *(f"--{n}={v}" for n, v in settings.items()), *fields, f"--run_id={name}",
+                f"--log_dir={log_dir}"]
+        done = subprocess.run(argv)
+    require(done.returncode == 0, f"the repetition ended with exit status {done.returncode}")
+    return log_dir / f"{name}.txt"
+
+
+def spread(losses):
+    """Return (low, high) in which another run's loss lies with probability LEVEL."""
+    n, half = len(losses), np.inf
+    if n > 1:
+        half = stats.t.isf((1 - LEVEL) / 2, n - 1) * np.std(losses, ddof=1) * np.sqrt(1 + 1 / n)
+    return np.mean(losses) - half, np.mean(losses) + half
+
+
+def judge(again, run, group):
+    """Print how the repetition's loss lies; return the exit status."""
+    require(again.facts.get("val_hash") == run.facts.get("val_hash"),
+            f"val_hash is {again.facts.get('val_hash')} here, {run.facts.get('val_hash')} in the "
+            f"record: other validation tokens, so the losses do not compare")
+    training_data([run, again])
+    losses = [other.val_loss for other in group]
+    low, high = spread(losses)
+    print(f"\n{run.path}: seed {run.seed}, loss {run.val_loss:.4f}; again: seed {again.seed}, loss "
+          f"{again.val_loss:.4f}, {again.train_ms / 1000:.0f} s of training after "
+          f"{run.train_ms / 1000:.0f} s there.")
+    if len(group) < 2:
+        print(f"One run has no spread: the losses differ by {again.val_loss - run.val_loss:+.4f}.")
+        return 0
+    within = low <= again.val_loss <= high
+    print(f"{'Within' if within else 'NOT within'} the spread of {run.label}, {low:.4f} to "
+          f"{high:.4f} ({LEVEL:.0%} prediction interval, n={len(losses)}).")
+    return int(not within)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("--log_dir", type=Path, default="logs")
+    options, fields = parser.parse_known_args(argv)
+    run, group = choose(options.folder, options.name)
+    logged = run.facts.get("torch")
+    if logged != torch.__version__:
+        print(f"torch {torch.__version__} here, {logged} in the log")
+    fetch(run)
+    return judge(read(repeat(run, fields, options.log_dir)), run, group)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    command(main)
