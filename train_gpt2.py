@@ -885,6 +885,7 @@ if __name__ == "__main__":
     tools = {"--check": "tests/preflight.py", "--profile": "records/step_profile.py"}
     if flag := next((flag for flag in tools if flag in sys.argv), None):
         sys.argv.remove(flag)
-        runpy.run_path(f"{ROOT}/{tools[flag]}", run_name="__main__")
+        sys.modules["train_gpt2"] = sys.modules[__name__]  # which may be a copy with another name
+        runpy.run_path(f"{describe.ROOT}/{tools[flag]}", run_name="__main__")
     else:
         command(sys.argv[1:])

@@ -1,15 +1,16 @@
 """Time two commands in turn on this machine, A B B A ..., and compare their logs.
 
     python records/ab.py "python train_gpt2.py --num_iterations=60" \\
-        "python train_gpt2.py --num_iterations=60 --compile=False" --rounds 5 --out logs/ab
+        "python train_gpt2.py --num_iterations=60 --compile=False" --rounds 6 --out logs/ab
     python records/ab.py "bash run.sh --num_iterations=60" --python_a OLD/bin/python \\
-        --python_b NEW/bin/python --rounds 5 --out logs/ab      # one command, two environments
+        --python_b NEW/bin/python --rounds 6 --out logs/ab      # one command, two environments
     python records/ab.py --logs records/2026-11-21_Compile      # the table again, from the logs
 
-Each command starts train_gpt2.py once and gets --run_id and --log_dir added; `python` at its
-start, and PYTHON for run.sh, are the side's interpreter. --cold gives every run an empty compiler
-cache, so that compile seconds are those of a first start. Times are medians over a run's steps; a
-ratio is the geometric mean over rounds of B / A with its 95% t-interval, losses are subtracted.
+Each command starts train_gpt2.py once and gets --run_id, --log_dir and --seed (the round's number)
+added; `python` at its start, and PYTHON for run.sh, are the side's interpreter. --cold gives every
+run empty compiler caches, so that compile seconds are those of a first start. A run's time is the
+mean of the middle half of its steps; a ratio is the geometric mean over rounds of B / A with its
+95% t-interval; losses, of equal seeds, are subtracted.
 Refused: sides that read other data; between two torch versions also other scripts or settings.
 Close other programs first. A GPU's busy % is sampled each second by nvidia-smi while a run lasts.
 """
@@ -30,17 +31,20 @@ import numpy as np
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from compare import defining, differences, require, unlike
-from report import command, markdown, percent, save
-from runlog import ROOT, logs_in, read
+from compare import differences, require, unlike
+from report import command, dots, markdown, percent, save
+from runlog import NAMES, ROOT, logs_in, read
 
 BUSY = "busy.json"  # {run: mean GPU utilization in %}, beside the logs
 
 
 def step_ms(run):
-    """Return the median step of a run, ms, from its training lines; the mean if it has none."""
+    """Return a run's ms a step: the mean of the middle half of its steps, or as logged if few.
+
+    Logged times are whole milliseconds, so a median would be, too.
+    """
     times = [ms for _, _, ms in run.points["train"]]
-    return statistics.median(np.diff(times)) if len(times) > 2 else run.ms_per_step
+    return stats.trim_mean(np.diff(times), 0.25) if len(times) > 4 else run.ms_per_step
 
 
 def busy(run):
@@ -59,15 +63,25 @@ METRICS = {  # name: (value of a run, its format, compared as a ratio)
 }
 
 
-def side_command(text, python, name, folder):
-    """Return (argv, environment) of one run; name and folder of its log are added."""
+def side_command(text, python, name, folder, seed):
+    """Return (argv, environment) of one run; name and folder of its log and its seed are added."""
     argv = shlex.split(text)
-    if python and argv[0] in ("python", "python3"):
+    require(argv[:1] in (["python"], ["torchrun"]) or argv[:2] == ["bash", "run.sh"],
+            f"{text!r} must start with python, torchrun or bash run.sh")
+    if argv[0] == "torchrun":
+        argv[:1] = ["python", "-m", "torch.distributed.run"]
+    if argv[0] != "bash":
         argv[0] = python
-    elif python and argv[0] == "torchrun":
-        argv[:1] = [python, "-m", "torch.distributed.run"]
-    environment = os.environ | ({"PYTHON": python} if python else {})
-    return [*argv, f"--run_id={name}", f"--log_dir={folder}"], environment
+    own = [f"--run_id={name}", f"--log_dir={folder}", f"--seed={seed}"]
+    return [*argv, *own], os.environ | {"PYTHON": python}
+
+
+def torch_of(python):
+    """Return the version of torch that an interpreter imports."""
+    done = subprocess.run([python, "-c", "import torch; print(torch.__version__)"],
+                          capture_output=True, text=True)
+    require(done.returncode == 0, f"{python} cannot import torch: {done.stderr.strip()[-200:]}")
+    return done.stdout.split()[-1]
 
 
 def sampled(process, interval=1.0):
@@ -82,18 +96,19 @@ def sampled(process, interval=1.0):
             return statistics.mean(samples) if samples else None
 
 
-def run_once(text, python, name, folder, cold):
+def run_once(argv, environment, log, cold):
     """Run a command to its end; return its GPU's busy %. Raises ValueError if it fails."""
-    argv, environment = side_command(text, python, name, folder)
-    with tempfile.TemporaryDirectory() as cache, open(folder / f"{name}.out", "w") as output:
-        if cold:
-            environment = environment | {"TORCHINDUCTOR_CACHE_DIR": cache}
-        process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    output = log.with_suffix(".out")
+    with tempfile.TemporaryDirectory() as cache, open(output, "w") as file:
+        if cold:  # torch 2.13 keeps compiled headers in TMPDIR, outside its cache's folder
+            names = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+            environment = environment | dict.fromkeys(names, cache)
+        process = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, env=environment)
         utilization = sampled(process)
-    said = Path(output.name).read_text().strip().splitlines()
+    said = output.read_text().strip().splitlines()
     require(process.returncode == 0, f"{shlex.join(argv)} ended with {process.returncode}: "
                                      f"{said[-1] if said else 'it printed nothing'}")
-    Path(output.name).unlink()
+    output.unlink()
     return utilization
 
 
@@ -101,13 +116,16 @@ def interleave(options, folder):
     """Run both sides in turn, each round in the other order than the one before."""
     folder.mkdir(parents=True, exist_ok=True)
     require(not logs_in(folder), f"{folder} holds logs already: pass another --out")
-    used = {}
+    pythons = {"A": options.python_a, "B": options.python_b}
+    versions, used = {side: torch_of(python) for side, python in pythons.items()}, {}
     for round_ in range(1, options.rounds + 1):
-        for letter in "AB" if round_ % 2 else "BA":
-            text = options.commands[0 if letter == "A" else -1]
-            python, name = vars(options)[f"python_{letter.lower()}"], f"{letter}_round{round_}"
-            used[name] = run_once(text, python, name, folder, options.cold)
+        for side in "AB" if round_ % 2 else "BA":
+            name, text = f"{side}_round{round_}", options.commands[0 if side == "A" else -1]
+            argv, environment = side_command(text, pythons[side], name, folder, round_)
+            used[name] = run_once(argv, environment, folder / f"{name}.txt", options.cold)
             run = read(folder / f"{name}.txt")
+            require(run.facts["torch"] == versions[side], f"{side} ran torch {run.facts['torch']}, "
+                    f"but {pythons[side]} has {versions[side]}: install the requirements there")
             print(f"{name}: {step_ms(run):.1f} ms a step", file=sys.stderr, flush=True)
         if round_ == 1:
             check(paired(folder))
@@ -122,12 +140,12 @@ def check(rounds):
             "the sides logged no data_hash after as many tokens: give both as many steps")
     for a, b in rounds:
         for run, first in zip((a, b), rounds[0]):
-            require(defining(run) == defining(first) and run.sources == first.sources,
-                    f"{run.path} differs from {first.path} in: {differences(run, first)}")
+            require(differences(run, first, NAMES) == "nothing",
+                    f"{run.path} differs from {first.path} in: {differences(run, first, NAMES)}")
         require(a.facts.get("torch") == b.facts.get("torch") or
-                (a.sources == b.sources and defining(a) == defining(b)),
+                (a.sources == b.sources and a.definition(NAMES) == b.definition(NAMES)),
                 f"two versions of torch are compared by one script with one set of settings, but "
-                f"these differ: {differences(a, b)}")
+                f"these differ: {differences(a, b, NAMES)}")
 
 
 def paired(folder):
@@ -144,7 +162,7 @@ def interval(a, b, ratio):
     """Return (middle, low, high) of B / A (geometric) or B - A over rounds, 95% by Student's t."""
     values = np.log(b) - np.log(a) if ratio else np.subtract(b, a)
     middle, n = values.mean(), len(values)
-    half = stats.t.isf(0.025, n - 1) * values.std(ddof=1) / np.sqrt(n) if n > 1 else np.nan
+    half = stats.t.isf(0.025, n - 1) * values.std(ddof=1) / np.sqrt(n)
     found = np.array([middle, middle - half, middle + half])
     return np.exp(found) if ratio else found
 
@@ -175,7 +193,7 @@ def table(rounds):
     return "\n".join([
         f"A: {versions(a)}. B: {versions(b)}. {a.facts.get('device')}, {a.steps} steps of "
         f"{a.tokens_per_step:,} tokens, {len(rounds)} rounds in turn. B differs in: "
-        f"{differences(a, b)}.",
+        f"{differences(a, b, NAMES)}.",
         "",
         markdown(["median (range)", "A", "B", "B / A, loss B - A (95%)"],
                  [row(name, rounds) for name in METRICS]),
@@ -183,30 +201,25 @@ def table(rounds):
 
 
 def draw(rounds, path, names):
-    """Draw iteration time, memory, compile time and loss of both sides, a dot a round."""
+    """Draw time, memory, compilation and loss of both sides, a dot a round."""
     from matplotlib.figure import Figure
 
     wanted = "iteration, ms", "peak memory, MiB", "compile, s", "validation loss"
     figure = Figure(figsize=(11, 3.2), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(wanted)), wanted):
-        for i in (0, 1):
-            values = [METRICS[name][0](pair[i]) for pair in rounds]
-            spots = i + np.linspace(-0.12, 0.12, len(values))  # in the order of the rounds
-            axes.plot(spots, values, "o", markersize=4)
-            axes.hlines(statistics.median(values), i - 0.3, i + 0.3, color=f"C{i}")
-        axes.set(title=name, xlim=(-0.6, 1.6))
-        axes.set_xticks([0, 1], names)
-        axes.grid(axis="y", alpha=0.3)
-    save(figure, path, *names, *(run.path for pair in rounds for run in pair))
+    for axes, metric in zip(figure.subplots(1, len(wanted)), wanted):
+        sides = [[METRICS[metric][0](pair[i]) for pair in rounds] for i in (0, 1)]
+        require(None not in sides[0] + sides[1], f"a log lacks its {metric}: nothing to draw")
+        dots(axes, dict(zip(names, sides)), metric)
+    save(figure, path, draw, dots, *names, *(run.path for pair in rounds for run in pair))
 
 
 def parse(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="A and B, or one for both")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--python_a", help="A's interpreter")
-    parser.add_argument("--python_b", help="B's interpreter")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--python_a", default=sys.executable, help="A's interpreter")
+    parser.add_argument("--python_b", default=sys.executable, help="B's interpreter")
     parser.add_argument("--cold", action="store_true", help="compile anew in every run")
     parser.add_argument("--out", type=Path, help="a new folder for the logs")
     parser.add_argument("--logs", type=Path, help="a folder of such logs: only print the table")
@@ -217,8 +230,8 @@ def parse(argv):
         parser.error("give two commands, or one with --python_a and --python_b, or --logs")
     if options.logs is None and options.out is None:
         parser.error("give --out, a folder for the logs")
-    if options.rounds < 1:
-        parser.error(f"--rounds={options.rounds} must be at least 1")
+    if options.rounds < 2 or options.rounds % 2:
+        parser.error(f"--rounds={options.rounds} must be 2, 4, ..., so that drift cancels out")
     return options
 
 

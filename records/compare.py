@@ -5,12 +5,14 @@
 
 LOG as for report.py. --n is the number of runs a side that was fixed before them; only with it a
 verdict is given, and "record" is said only when p is below --alpha. Refused with status 1: another
-number of runs than --n, unfinished runs, a seed twice, settings or source that vary in a group,
-sides that differ in data hashes, validation tokens, target or hardware. Losses: nats a token.
+number of runs than --n, unfinished runs, a seed or a run twice, settings, source or torch that vary
+in a group, sides that differ in data hashes, validation tokens, context, target or hardware, and a
+better side that read more tokens. Losses: nats a token.
 t-tests: scipy.stats; the least n: from the noncentral t distribution, for 90% power.
 """
 
 import argparse
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ import numpy as np
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from report import collect, command, markdown
+from report import collect, command, dots, markdown, save
 from runlog import INCIDENTAL
 
 POWER = 0.9  # of the least n
@@ -29,11 +31,6 @@ FEWEST, MOST = 2, 100_000  # runs a side
 def require(condition, sentence):
     if not condition:
         raise ValueError(sentence)
-
-
-def defining(run):
-    """Return the settings that define a run."""
-    return {name: value for name, value in run.settings.items() if name not in INCIDENTAL}
 
 
 def check_group(name, runs, n):
@@ -46,15 +43,21 @@ def check_group(name, runs, n):
     for run in runs:
         require(run.finished, f"{run.path} ended at step {run.steps} of {run.last}: run it to its "
                               f"end, for leaving runs out biases the mean")
-        for what, value, first in (
-            ("settings", defining(run), defining(runs[0])),
-            ("source", run.sources, runs[0].sources),
-        ):
-            require(value == first, f"{run.path} has another {what} than {runs[0].path}: a group "
-                                    f"repeats one experiment")
+        for what, of in {
+            "settings": lambda run: run.definition(),
+            "source": lambda run: run.sources,
+            "torch": lambda run: run.facts.get("torch"),
+        }.items():
+            require(of(run) == of(runs[0]), f"{run.path} has another {what} than {runs[0].path}: "
+                                            f"a group repeats one experiment")
     seeds = [run.seed for run in runs if run.seed is not None]
     twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
     require(not twice, f"{name} holds the seeds {twice} more than once: one run a seed counts")
+    for a, b in itertools.combinations(runs, 2):
+        require([point[:2] for point in a.points["train"] + a.points["val"]] !=
+                [point[:2] for point in b.points["train"] + b.points["val"]],
+                f"{a.path} and {b.path} have the same losses at every step: one run, or a script "
+                f"that its seed does not change")
 
 
 def unlike(runs):
@@ -63,6 +66,7 @@ def unlike(runs):
     for what, of in {
         "validation tokens (val_hash)": lambda run: run.facts.get("val_hash"),
         "number of validation tokens": lambda run: run.settings.get("val_tokens"),
+        "context (sequence_length)": lambda run: run.settings["sequence_length"],
         "hardware": lambda run: run.facts.get("device"),
         "number of processes": lambda run: run.facts.get("processes"),
         "dtype of products": lambda run: run.facts.get("products"),
@@ -77,26 +81,27 @@ def unlike(runs):
 
 
 def training_data(runs):
-    """Raise ValueError if the runs read other tokens; return whether that cannot be told.
+    """Raise ValueError if the runs read other tokens; return in a list whether that is open.
 
     data_hash is compared wherever two runs logged it after as many tokens, since fewer steps read
     less of the same stream.
     """
-    open_ends = False
-    for run in runs[1:]:
-        shared = run.hashes.keys() & runs[0].hashes.keys()
+    seen, connected = {}, True
+    for run in runs:
+        shared = run.hashes.keys() & seen.keys()
         for tokens in shared:
-            require(run.hashes[tokens] == runs[0].hashes[tokens],
+            known, path = seen[tokens]
+            require(run.hashes[tokens] == known,
                     f"the training data differ: data_hash after {tokens:,} tokens is "
-                    f"{run.hashes[tokens]} in {run.path}, {runs[0].hashes[tokens]} in "
-                    f"{runs[0].path}; compare like with like")
-        open_ends |= not shared
-    return ["training tokens (data_hash)"] * open_ends
+                    f"{run.hashes[tokens]} in {run.path}, {known} in {path}: compare equal data")
+        connected &= bool(shared) or run is runs[0]
+        seen |= {tokens: (value, run.path) for tokens, value in run.hashes.items()}
+    return [] if connected else ["training tokens (data_hash)"]
 
 
-def differences(a, b):
-    """Return a line on all that sets two groups apart: settings, source, versions."""
-    left, right = defining(a), defining(b)
+def differences(a, b, but=INCIDENTAL):
+    """Return a line on all that sets two runs apart: settings (but some), source, versions."""
+    left, right = a.definition(but), b.definition(but)
     changed = [f"{name} {left.get(name)!r} against {right.get(name)!r}"
                for name in sorted(left.keys() | right.keys()) if left.get(name) != right.get(name)]
     changed += [f"source of {name}" for name in sorted(a.sources.keys() | b.sources.keys())
@@ -167,13 +172,27 @@ def against_group(groups, options):
     return less.pvalue
 
 
+def draw(groups, paths, options):
+    """Draw each run's loss, the means, and the target where there is one."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.5 + 1.5 * len(groups), 3.5), layout="constrained")
+    axes = figure.subplots()
+    dots(axes, groups, "validation loss, nats a token")
+    if options.target:
+        axes.axhline(options.target, linestyle="--", color="gray", label=f"target {options.target}")
+        axes.legend()
+    losses = [f"{name} {x}" for name, x in groups.items()]
+    save(figure, options.picture, draw, dots, *losses, *paths, options.target)
+
+
 def verdict(p, unknown, options):
     """Return the last sentence and the exit status: 1 where a record was asked for and is none."""
     if options.n is None:
         return "No verdict: --n, the number of runs fixed before them, is not given.", 0
     if unknown:
         return f"No record: the logs do not hold the {', '.join(unknown)}.", 1
-    if not p < options.alpha:  # also when p is not a number, since nothing varies
+    if not p < options.alpha:  # also where p is not a number
         return f"No record: p={p:.2g} is not below {options.alpha:g}.", 1
     return f"Record: p={p:.2g} is below {options.alpha:g}, with the n={options.n} fixed before.", 0
 
@@ -187,11 +206,12 @@ def parse(argv):
     parser.add_argument("--n", type=int, help="runs a side, fixed before the runs")
     parser.add_argument("--alpha", type=float, default=0.01, help="level of p, 0.01")
     parser.add_argument("--effect", type=float, help="claimed difference; default: the one seen")
+    parser.add_argument("--picture", help="a .png to draw")
     options = parser.parse_args(argv)
     if (options.target is None) == (options.against is None):
         parser.error("give --target or --against, one of them")
-    if not 0 < options.alpha < 1:
-        parser.error(f"--alpha={options.alpha} must be between 0 and 1")
+    if not 0 < options.alpha <= 0.01:
+        parser.error(f"--alpha={options.alpha} must be above 0 and at most 0.01")
     if options.effect is not None and not options.effect > 0:
         parser.error(f"--effect={options.effect} must be above 0")
     return options
@@ -218,8 +238,16 @@ def main(argv):
             f"to be fixed before the runs")
     paths = [run.path.resolve() for run in every]
     require(len(set(paths)) == len(paths), "a log stands on both sides")
+    if options.n and options.against:
+        a, b = sides[0][1][0], sides[1][1][0]
+        require(a.tokens <= b.tokens, f"{sides[0][0]} read {a.tokens:,} tokens and {sides[1][0]} "
+                                      f"{b.tokens:,}: the better side may read fewer, not more")
     groups = {name: [run.val_loss for run in runs] for name, runs in sides}
+    for name, x in groups.items():
+        require(len(set(x)) > 1, f"all losses of {name} are {x[0]}: no spread, no test")
     print(describe_groups(groups))
+    if options.picture:
+        draw(groups, [run.path for run in every], options)
     if options.against:
         print(f"\nThey differ in: {differences(sides[0][1][0], sides[1][1][0])}.")
         p = against_group(groups, options)

@@ -17,9 +17,11 @@ import contextlib
 import glob
 import importlib
 import io
+import itertools
 import re
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -30,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from runlog import ROOT, fingerprint, logs_in, natural, read
 
 BLOCK = re.compile(
-    r"(?P<start><!-- python records/(?P<tool>\w+)\.py(?P<arguments>[^\n]*) -->\n)(?P<text>.*?)"
-    r"(?=<!-- end -->)", re.S
+    r"(?P<start><!-- python records/(?P<tool>\w+)\.py(?P<arguments>[^\n]*) -->\n)"
+    r"(?P<text>(?:(?!<!-- ).)*)(?=<!-- end -->\n)", re.S
 )  # fmt: skip
 
 
@@ -57,7 +59,7 @@ COLUMNS = {  # name: text of a run
     "torch": lambda run: shown(run.facts.get("torch")),
     "device": lambda run: shown(run.facts.get("device")),
     "processes": lambda run: shown(run.facts.get("processes")),
-    "commit": lambda run: shown(run.facts.get("commit"), "{:.9}"),
+    "commit": lambda run: re.sub(r"(?<=^\w{9})\w+", "", shown(run.facts.get("commit"))),
     "data hash": lambda run: shown(run.data_hash),
     "val hash": lambda run: shown(run.facts.get("val_hash")),
 }
@@ -65,16 +67,35 @@ COLUMNS = {  # name: text of a run
 
 def collect(arguments):
     """Return {group: [Run]} of the command line's logs. ValueError for one that is none."""
-    groups = {}
+    found = {}  # {path: (group or None, Run)}
     for argument in arguments:
-        name, equals, pattern = argument.rpartition("=")
+        name, _, pattern = argument.partition("=")
+        if not pattern or "/" in name:
+            name, pattern = None, argument
         paths = sorted(glob.glob(pattern) or glob.glob(str(ROOT / pattern)), key=natural)
         runs = [run for path in map(Path, paths)
                 for run in (logs_in(path) if path.is_dir() else [read(path)])]
         if not runs:
             raise ValueError(f"no log at {pattern!r}: name a log, a folder or a glob of logs")
         for run in runs:
-            groups.setdefault(name if equals else run.label, []).append(run)
+            if found.setdefault(run.path.resolve(), (name, run))[1] is not run:
+                raise ValueError(f"{run.path} is named twice")
+    return grouped(found.values())
+
+
+def grouped(named):
+    """Return {group: [Run]} of (name or None, Run); a label in two folders gets the folder's name.
+    """
+    folders = {}
+    for name, run in named:
+        if name is None:
+            folders.setdefault(run.label, set()).add(run.path.parent)
+    groups = {}
+    for name, run in named:
+        own = run.label
+        if len(folders.get(own, ())) > 1:
+            own = f"{run.path.parent.name}/{own}"
+        groups.setdefault(name or own, []).append(run)
     return groups
 
 
@@ -110,14 +131,21 @@ def table(groups):
     return "\n".join([*lines, markdown(["group", *varying], body)])
 
 
+def finished(groups):
+    """Return the groups without their unfinished runs, whose last loss is not the result."""
+    whole = {group: [run for run in runs if run.finished] for group, runs in groups.items()}
+    return {group: runs for group, runs in whole.items() if runs}
+
+
 def summary(groups):
-    """Return a table of the groups: n, loss, median times."""
-    return markdown(
-        ["group", "n", "steps", "val loss", "train time, median", "ms/step, median"],
-        [[group, f"{len(runs)}", f"{runs[0].steps}", spread([run.val_loss for run in runs]),
-          middle([run.train_ms / 1000 for run in runs], "{:.0f} s"),
-          middle([run.ms_per_step for run in runs], "{:.1f}")] for group, runs in groups.items()],
-    )  # fmt: skip
+    """Return a table of the groups' finished runs: n, loss, median times."""
+    rows = [[group, f"{len(runs)}", f"{runs[0].steps}", spread([run.val_loss for run in runs]),
+             middle([run.train_ms / 1000 for run in runs], "{:.0f} s"),
+             middle([run.ms_per_step for run in runs], "{:.1f}")]
+            for group, runs in finished(groups).items()]
+    cut = sum(not run.finished for runs in groups.values() for run in runs)
+    head = ["group", "n", "steps", "val loss", "train time, median", "ms/step, median"]
+    return markdown(head, rows) + (f"\n\nLeft out: {cut} unfinished runs." if cut else "")
 
 
 def history():
@@ -125,9 +153,7 @@ def history():
     rows = []
     for folder in sorted(path.parent for path in (ROOT / "records").glob("*/README.md")):
         date, title = folder.name[:10], (folder / "README.md").read_text().partition("\n")[0][2:]
-        groups = {}
-        for run in logs_in(folder):
-            groups.setdefault(run.label, []).append(run)
+        groups = finished(grouped([(None, run) for run in logs_in(folder)]))
         first = [date, f"[{title}]({folder.name})"]
         if not groups:
             rows.append([*first, "benchmarks", *[""] * 6])
@@ -157,6 +183,9 @@ def draw(groups, path):
     """Draw validation loss against steps, tokens and time: means, with bands over the seeds."""
     from matplotlib.figure import Figure
 
+    for group, runs in groups.items():
+        if not curve(runs, "steps")[0].size:
+            raise ValueError(f"the runs of {group} share no validation after step 0 to draw")
     figure = Figure(figsize=(13, 4.5), layout="constrained")
     for axes, axis in zip(figure.subplots(1, 3, sharey=True), ("steps", "tokens", "train time, s")):
         for group, runs in groups.items():
@@ -170,12 +199,22 @@ def draw(groups, path):
     late = [losses[:, x >= x[-1] / 10].max() for x, losses in
             (curve(runs, "steps") for runs in groups.values())]  # the first steps fall too far
     figure.axes[0].set(ylabel="validation loss, nats a token", ylim=(None, max(late) + 0.02))
-    logs = [run.path for runs in groups.values() for run in runs]
-    save(figure, path, *groups, *logs)
+    members = ((group, run.path) for group, runs in groups.items() for run in runs)
+    save(figure, path, draw, curve, *itertools.chain(*members))
+
+
+def dots(axes, groups, title):
+    """Draw {group: values} as a dot a run, in their order, and a line at the mean."""
+    for i, values in enumerate(groups.values()):
+        axes.plot(i + np.linspace(-0.15, 0.15, len(values)), values, "o", markersize=4)
+        axes.hlines(np.mean(values), i - 0.3, i + 0.3, color=f"C{i}")
+    axes.set(title=title, xlim=(-0.6, len(groups) - 0.4))
+    axes.set_xticks(range(len(groups)), groups)
+    axes.grid(axis="y", alpha=0.3)
 
 
 def save(figure, path, *parts):
-    """Write a picture that carries the fingerprint of what it was made from."""
+    """Write a picture that carries the fingerprint of what made it: functions, texts, logs."""
     figure.savefig(path, dpi=80, metadata={"Description": fingerprint(*parts)})
 
 
@@ -187,12 +226,10 @@ def made_from(path):
 
 
 def run_block(tool, arguments):
-    """Return what a command of a README prints; ValueError if it fails."""
+    """Return what a command of a README prints; its status says no more than that."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        status = importlib.import_module(tool).main(shlex.split(arguments))
-    if status:
-        raise ValueError(f"`python records/{tool}.py{arguments}` failed: {printed.getvalue()}")
+        importlib.import_module(tool).main(shlex.split(arguments))
     return printed.getvalue()
 
 
@@ -201,11 +238,12 @@ def outdated(readme, write):
     stale = []
 
     def renew(block):
-        arguments, pictures = block["arguments"], re.findall(r"--picture (\S+)", block["arguments"])
+        arguments = block["arguments"]
+        pictures = re.findall(r"--picture[ =](\S+)", arguments)
         with tempfile.TemporaryDirectory() as folder:
             drawn = [Path(folder) / Path(picture).name for picture in pictures]
             for picture, new in zip(pictures, drawn):
-                arguments = arguments.replace(f"--picture {picture}", f"--picture {new}")
+                arguments = arguments.replace(picture, str(new))
             text = run_block(block["tool"], arguments)
             changed = text != block["text"]
             for picture, new in zip((ROOT / picture for picture in pictures), drawn):
@@ -218,6 +256,9 @@ def outdated(readme, write):
         return block["start"] + text
 
     before = readme.read_text()
+    if len(BLOCK.findall(before)) != before.count("<!-- python"):
+        raise ValueError(f"{readme}: give each `<!-- python records/TOOL.py ... -->` a line, and "
+                         "`<!-- end -->` one below")
     after = BLOCK.sub(renew, before)
     if write and after != before:
         readme.write_text(after)
@@ -262,7 +303,7 @@ def command(main):
     """Run a tool's main on the command line; a mistake is one sentence and status 1."""
     try:
         sys.exit(main(sys.argv[1:]))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, subprocess.SubprocessError) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 

@@ -5,7 +5,8 @@
 NAME: which of the record's runs, muon or muon_seed3; without it the first. Sources and settings
 come from its log, data from where that says; fields given here come last (--seed=11). The new loss
 is held against the group's logs: within the 99% prediction interval of their mean and standard
-deviation (Student's t) the exit status is 0, else 1. Other data than the record's: refused.
+deviation (Student's t) the exit status is 0, else 1; of a single run only the difference is said.
+Other data than the record's, or fields that make it another experiment: refused.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from compare import require, training_data
+from compare import differences, require, training_data
 from report import command
 from runlog import ROOT, logs_in, read
 
@@ -35,7 +36,8 @@ def choose(folder, name):
         f"records/{path.parent.name}" for path in sorted(ROOT.glob("records/*/README.md"))))
     runs = [run for run in logs_in(folder) if run.finished]
     names = dict.fromkeys(name for run in runs for name in (run.label, run.path.stem))
-    require(runs, f"{folder} holds no log of a whole training run, so nothing to repeat")
+    require(runs and "train_files" in runs[0].settings,
+            f"{folder} holds no log of a whole training run of train_gpt2.py: nothing to repeat")
     require(name in (None, *names), f"{folder} has no run {name!r}: give one of {[*names]}")
     run = next(run for run in runs if name in (None, run.label, run.path.stem))
     return run, [other for other in runs if other.label == run.label]
@@ -91,7 +93,9 @@ def judge(again, run, group):
     require(again.facts.get("val_hash") == run.facts.get("val_hash"),
             f"val_hash is {again.facts.get('val_hash')} here, {run.facts.get('val_hash')} in the "
             f"record: other validation tokens, so the losses do not compare")
-    training_data([run, again])
+    require(again.definition() == run.definition(),
+            f"another experiment, and not a repetition: {differences(again, run)}")
+    require(not training_data([run, again]), "no data_hash in common: the data cannot be compared")
     losses = [other.val_loss for other in group]
     low, high = spread(losses)
     print(f"\n{run.path}: seed {run.seed}, loss {run.val_loss:.4f}; again: seed {again.seed}, loss "

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import hashlib
+import inspect
 import math
 import re
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ POINT = re.compile(
     r"step:(?P<step>\d+)/(?P<last>\d+) (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms(?: data_hash:(?P<hash>\w+))?"
 )
-# settings that name a run or fit it to its machine, and do not define it
-INCIDENTAL = {"seed", "run_id", "log_dir", "device_batch_size", "save_every", "keep_checkpoints",
-              "resume", "comm_timeout", "checksum_every"}  # fmt: skip
+NAMES = {"seed", "run_id", "log_dir"}  # settings that tell repetitions apart
+# and those that fit a run to its machine: they do not change its result
+INCIDENTAL = NAMES | {"device_batch_size", "save_every", "keep_checkpoints", "resume",
+                      "comm_timeout", "checksum_every"}
 
 
 @dataclass
@@ -53,9 +55,13 @@ class Run:
         name = re.sub(r"_?(seed|round)\d+$", "", self.path.stem)
         return self.path.parent.name if re.fullmatch(r"[0-9a-f-]{36}|", name) else name
 
+    def definition(self, but=INCIDENTAL):
+        """Return the settings that define the run: all but these."""
+        return {name: value for name, value in self.settings.items() if name not in but}
+
     def number(self, name):
         """Return a fact as a float, without its unit, or None."""
-        found = re.match(r"[\d.]+", self.facts.get(name, ""))
+        found = re.match(r"[\d.]+", self.facts.get(name) or "")
         return float(found[0]) if found else None
 
 
@@ -80,25 +86,47 @@ def defaults(source):
 
 
 def our_header(text):
-    """Return (sources, settings, facts) of a log of train_gpt2.py."""
-    head, _, body = text.partition("\nhyperparameter ")
-    parts = re.split(r"^source of (\S+):\n", head + "\n", flags=re.M)
-    sources = {"train_gpt2.py": parts[0]} | dict(zip(parts[1::2], parts[2::2]))
-    pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", "hyperparameter " + body, flags=re.M)
+    """Return (sources, settings, facts) of a log of train_gpt2.py.
+
+    A resumed run has a header a start. Raises ValueError if they differ in source or in settings
+    that define a run, which would be two runs in one log.
+    """
+    blocks = list(re.finditer(r"(?:^hyperparameter \w+=.*\n)+", text, flags=re.M))
+    head = text[: blocks[0].start()]  # the sources
+    settings = [dict(re.findall(r"^hyperparameter (\w+)=(.*)$", block[0], flags=re.M))
+                for block in blocks]
+    for block, later in zip(blocks, settings):
+        same = all(later.get(name) == value for name, value in settings[0].items()
+                   if name not in INCIDENTAL | {"num_iterations"})
+        if not same or not text[: block.start()].endswith(head):
+            raise ValueError("resumed as another run")
+    parts = re.split(r"^source of (\S+):\n", head, flags=re.M)
+    texts = [part[:-1] for part in parts[::2]]  # without the end of the log's line
+    ends = [block.start() - len(head) for block in blocks[1:]] + [len(text)]
+    bodies = [text[block.end() : end] for block, end in zip(blocks, ends)]
+    return (dict(zip(["train_gpt2.py", *parts[1::2]], texts)),
+            {name: ast.literal_eval(value) for name, value in settings[-1].items()},
+            our_facts(bodies))
+
+
+def our_facts(bodies):
+    """Return {name: text} of what follows each header; of several devices or versions, all."""
     facts = {}
-    for line in body.splitlines():
-        if found := re.match(r"device:(.+) processes:", line):
-            facts["device"] = found[1]
-        for found in re.finditer(r"(?:^| )([a-z_/]+):([^\s,]+)", line):
-            facts.setdefault(found[1], found[2])
-        if line.startswith("tokens/s:"):  # a resumed run's last summary is the whole run's
-            facts |= re.findall(r"(\S+?):(\S+)", line)
-    return sources, {name: ast.literal_eval(value) for name, value in pairs}, facts
+    for line in bodies[0].splitlines():
+        if line.startswith(("python:", "commit:", "device:", "val data:", "setup:", "compile:")):
+            facts |= re.findall(r"([a-z_]+):([^\s,]+)", line)
+    for name, pattern in (("torch", r"^python:\S+ torch:(\S+)"), ("device", r"^device:(.+) proc")):
+        found = re.findall(pattern, "\n".join(bodies), flags=re.M)
+        facts[name] = " then ".join(dict.fromkeys(found)) or None
+    for speed in re.findall(r"^tokens/s:.*", bodies[-1], flags=re.M):  # of the whole run
+        facts |= re.findall(r"(\S+?):(\S+)", speed)
+    return facts
 
 
 def public_header(text):
-    """Return (sources, settings, facts) of a log of the public speedrun, autumn 2024."""
-    source, machine = text.split("=" * 100 + "\n")[1:3]
+    """Return (sources, settings, facts) of a log of the public speedrun, 2024."""
+    parts = text.split("=" * 100 + "\n")  # the first ruler is missing in some logs
+    source, machine = parts[1:3] if not parts[0] else parts[:2]
     facts = {"commit": None}
     if found := re.search(r"pytorch (\S+)", machine):
         facts["torch"] = found[1]
@@ -111,7 +139,7 @@ def read(path):
     """Return the Run of a log. Raises ValueError for a file that is none."""
     text = Path(path).read_text(errors="replace")
     try:
-        header = public_header if text.startswith("=" * 100) else our_header
+        header = our_header if "\nhyperparameter " in text else public_header
         sources, settings, facts = header(text)
         run = Run(Path(path), sources, settings, facts)
         for found in map(POINT.match, text.splitlines()):
@@ -120,7 +148,8 @@ def read(path):
         run.tokens_per_step, run.val_loss  # noqa: B018  both must be there
     except (ValueError, KeyError, IndexError, SyntaxError, TypeError):
         raise ValueError(f"{path} is no log of a training run: it must hold the script's source, "
-                         "its hyperparameters and a line `step:N/M val_loss:...`") from None
+                         "its hyperparameters and a line `step:N/M val_loss:...`, and if resumed, "
+                         "the same source and settings again") from None
     return run
 
 
@@ -153,9 +182,10 @@ def natural(path):
 
 
 def fingerprint(*parts):
-    """Return 16 hex digits that any change of the parts, texts or files, changes."""
+    """Return 16 hex digits that any change of the parts changes: texts, files, functions."""
     total = hashlib.sha256()
     for part in parts:
+        part = inspect.getsource(part) if callable(part) else part
         total.update(part.read_bytes() if isinstance(part, Path) else str(part).encode())
         total.update(b"\0")
     return total.hexdigest()[:16]

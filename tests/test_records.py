@@ -10,6 +10,7 @@ import sys
 
 import ab
 import compare
+import describe
 import numpy as np
 import pytest
 import report
@@ -32,27 +33,32 @@ HEADER = {
 
 
 def write_log(path, loss=1.25, source="print('a script')", **changes):
-    """Write a log in our grammar, without a training: 40 steps, validated at 20 and 40."""
+    """Write a log in our grammar, without a training: 40 steps, validated at 0, 20 and 40."""
     facts = {"val_hash": "aa", "hash": "11", "device": "CPU one", "products": "torch.float32",
-             "processes": 1, "torch": "2.13.0", "ms": 7, "memory": 500, "compile": 3.5}  # fmt: skip
+             "processes": 1, "torch": "2.13.0", "ms": 7, "memory": 500, "compile": 3.5,
+             "commit": "abcdef0123456"}  # fmt: skip
     facts |= {name: changes.pop(name) for name in list(changes) if name in facts}
-    last = changes.pop("stopped_at", 40)
+    stopped_at, curve = changes.pop("stopped_at", 40), changes.pop("curve", None)
     values = HEADER | changes
+    last = values["num_iterations"]
     lines = [source, "source of data/shards.py:", "FORMAT = 1"]
     lines += [f"hyperparameter {name}={value!r}" for name, value in values.items()]
     lines += [
-        f"python:3.11.7 torch:{facts['torch']} numpy:2.0 cuda:None commit:abcdef0123456",
+        f"python:3.11.7 torch:{facts['torch']} numpy:2.0 cuda:None "
+        f"commit:{facts['commit']}",
         f"device:{facts['device']} processes:{facts['processes']} threads:2 "
         f"products:{facts['products']}",
         f"val data: 1 shards, 100 tokens; the first 64 count, val_hash:{facts['val_hash']}",
     ]
-    for step in range(last + 1):
+    for step in range(min(last, stopped_at) + 1):
         ms = facts["ms"] * step
         tail = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        lines += [f"step:{step}/40 train_loss:{5 - step / 20:.4f} {tail}"] * (step > 0)
+        train_loss = 5 - step / 20 + (curve or values["seed"]) / 1e3
+        lines += [f"step:{step}/{last} train_loss:{train_loss:.4f} {tail}"] * (step > 0)
         if step % 20 == 0:
-            value = loss if step == 40 else 5 - step / 20
-            lines.append(f"step:{step}/40 val_loss:{value:.4f} {tail} data_hash:{facts['hash']}")
+            value = loss if step == last else 5 - step / 20
+            lines.append(f"step:{step}/{last} val_loss:{value:.4f} {tail} "
+                         f"data_hash:{facts['hash']}")
     lines += [f"setup:1.0s compile:{facts['compile']}s train:0.3s",
               "compile: graphs:2 graph_breaks:0 recompiles:0",
               f"tokens/s:4571 peak_memory:{facts['memory']}MiB mfu:41.5%"]  # fmt: skip
@@ -122,7 +128,7 @@ def test_log_written_by_training_is_read(tiny):
         "train_gpt2.py", "data/checkpoints.py", "data/shards.py", "records/describe.py"
     ]  # fmt: skip
     for path, text in run.sources.items():
-        assert text.rstrip("\n") == (ROOT / path).read_text().rstrip("\n")
+        assert text == (ROOT / path).read_text()
     assert [step for step, _, _ in run.points["train"]] == [1, 2, 3, 4, 5, 6]
     assert run.tokens == 6 * TINY["batch_size"] * 16 and run.data_hash == run.hashes[run.tokens]
     assert run.facts["processes"] == "1" and run.number("peak_memory") > 50
@@ -145,9 +151,34 @@ def test_resumed_log_counts_a_repeated_step_once(tmp_path):
     assert not runlog.read(path).finished and report.COLUMNS["steps"](runlog.read(path)) == (
         "20 of 40, cut")
     second = write_log(tmp_path / "b.txt").read_text()
-    path.write_text(path.read_text() + second)
+    whole = path.read_text()
+    path.write_text(whole + second)
     run = runlog.read(path)
     assert run.finished and [step for step, _, _ in run.points["train"]] == list(range(1, 41))
+    path.write_text(whole + second.replace("device:CPU one", "device:CPU two"))
+    assert runlog.read(path).facts["device"] == "CPU one then CPU two"
+    for old, new in (("a script", "another"), ("FORMAT = 1", "FORMAT = 2"), ("=8\n", "=9\n")):
+        path.write_text(whole + second.replace(old, new))
+        with pytest.raises(ValueError, match="if resumed, the same source and settings again"):
+            runlog.read(path)
+
+
+def test_groups_take_each_run_once_and_no_unfinished_one(tmp_path, capsys):
+    write_group(tmp_path / "X", "a", [1.2, 1.3])
+    write_group(tmp_path / "Y", "a", [2.2, 2.3])
+    write_log(tmp_path / "X" / "a_seed3.txt", seed=3, stopped_at=30, commit="f" * 40 + "-dirty")
+    groups = report.collect([str(tmp_path / "X"), str(tmp_path / "Y")])
+    assert {group: len(runs) for group, runs in groups.items()} == {"X/a": 3, "Y/a": 2}
+    assert report.main([str(tmp_path / "X")]) == 0
+    shown = capsys.readouterr().out
+    assert "| a | 2 | 40 | 1.2500 (sd 0.0707)" in shown and "Left out: 1 unfinished runs." in shown
+    assert "| 20 of 40, cut |" in shown and "fffffffff-dirty" in shown
+    with pytest.raises(ValueError, match="is named twice"):
+        report.collect([str(tmp_path / "X"), str(tmp_path / "X" / "a_seed1.txt")])
+    with pytest.raises(ValueError, match="share no validation after step 0 to draw"):
+        report.draw({"a": [runlog.read(write_log(tmp_path / "b.txt", stopped_at=3))]}, None)
+    equals = write_log(tmp_path / "lr=0.1_seed1.txt")
+    assert list(report.collect([str(equals)])) == ["lr=0.1"]
 
 
 @pytest.mark.parametrize("text", ["", "soak: 30 cycles", "=" * 100 + "\n", "hyperparameter a=1\n"])
@@ -223,7 +254,9 @@ def test_welchs_test_is_scipys(tmp_path_factory, x, y):
 def test_welchs_test_of_a_published_example(tmp_path, capsys):
     # two samples with known sums: means 2 and 4, variances 1 and 4, n=3 each
     a, b = write_group(tmp_path, "a", [1, 2, 3]), write_group(tmp_path, "b", [2, 4, 6])
-    assert compare.main([*a, "--against", *b, "--n=3"]) == 1
+    picture = tmp_path / "dots.png"
+    assert compare.main([*a, "--against", *b, "--n=3", "--picture", str(picture)]) == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
     # by hand: t = -2 / sqrt(1/3 + 4/3) = -1.549; df = (5/3)^2 / ((1/9 + 16/9) / 2) = 2.941
     assert "t=-1.55 df=2.9" in capsys.readouterr().out
 
@@ -254,6 +287,11 @@ def test_least_n_has_the_power_by_simulation(effect, deviations):
     "a seed twice": r"a holds the seeds \[1\] more than once",
     "settings": "a group repeats one experiment",
     "source": "has another source than",
+    "torch": "has another torch than",
+    "copy": "a_seed1.txt and .*a_seed3.txt have the same losses at every step",
+    "equal": "all losses of a are 1.2: no spread, no test",
+    "sequence_length": r"the context \(sequence_length\) of these runs differ: 8 in .*, 4 in",
+    "more tokens": "a read 1,280 tokens and b 640: the better side may read fewer",
     "val_hash": r"the validation tokens \(val_hash\) of these runs differ: aa in .*, bb in",
     "hash": r"the training data differ: data_hash after 640 tokens is 22 in",
     "val_tokens": "the number of validation tokens of these runs differ",
@@ -269,14 +307,23 @@ def test_refusals(case, sentence, tmp_path, capsys):
     a, b = write_group(tmp_path, "a", x), None
     arguments = ["--target=1.5"]
     other = {"val_hash": "bb", "hash": "22", "val_tokens": 72, "device": "CPU two", "processes": 2,
-             "products": "torch.bfloat16", "target_val_loss": 1.6}  # fmt: skip
+             "products": "torch.bfloat16", "target_val_loss": 1.6,
+             "sequence_length": 4}  # fmt: skip
     if case in other:
         b = write_group(tmp_path, "b", x, **{case: other[case]})
     elif case == "both":
         b = a
-    elif case in ("settings", "source"):
-        change = {"settings": {"batch_size": 8}, "source": {"source": "another"}}[case]
+    elif case in ("settings", "source", "torch"):
+        change = {"settings": {"batch_size": 8}, "source": {"source": "another"},
+                  "torch": {"torch": "2.5.1"}}[case]
         write_log(tmp_path / "a_seed3.txt", 1.25, seed=3, **change)
+    elif case == "copy":
+        write_log(tmp_path / "a_seed3.txt", 1.2, seed=3, curve=1)
+    elif case == "equal":
+        a = write_group(tmp_path, "a", [1.2, 1.2, 1.2])
+    elif case == "more tokens":
+        b = [str(write_log(tmp_path / f"b_seed{i}.txt", 1.3 + i / 10, seed=i, num_iterations=20))
+             for i in (1, 2, 3)]
     elif case == "cut":
         write_log(tmp_path / "a_seed3.txt", seed=3, stopped_at=30)
     elif case == "a seed twice":
@@ -288,7 +335,7 @@ def test_refusals(case, sentence, tmp_path, capsys):
     else:
         arguments.append({"too few": "--n=5", "too many": "--n=2"}[case])
     if b:
-        arguments = ["--against", *b]
+        arguments = ["--against", *b, "--n=3"]
     with pytest.raises(ValueError, match=sentence):
         compare.main([*a, *arguments])
     assert "ecord" not in capsys.readouterr().out
@@ -298,8 +345,6 @@ def test_no_record_without_significance_or_hashes(tmp_path, capsys):
     weak = write_group(tmp_path, "weak", [1.4999, 1.4, 1.6])
     assert compare.main([*weak, "--target=1.5", "--n=3"]) == 1
     assert "No record: p=0.5 is not below 0.01" in capsys.readouterr().out
-    equal = write_group(tmp_path, "equal", [1.5, 1.5, 1.5])
-    assert compare.main([*equal, "--target=1.5", "--n=3"]) == 1
     for i in range(3):
         (tmp_path / f"public{i}").mkdir()
         text = PUBLIC.replace("3.2791", f"3.2{i}91")
@@ -312,7 +357,7 @@ def test_no_record_without_significance_or_hashes(tmp_path, capsys):
     (["--target=1.5", "--n=9"], "compare.py: a has 2 runs, but n=9"),
     (["--target=x"], "invalid float value: 'x'"),
     ([], "give --target or --against"),
-    (["--target=1", "--alpha=2"], "--alpha=2.0 must be between 0 and 1"),
+    (["--target=1", "--alpha=0.05"], "--alpha=0.05 must be above 0 and at most 0.01"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsys):
     logs = write_group(tmp_path, "a", [1.2, 1.3])
@@ -345,8 +390,9 @@ def test_interval_of_known_ratios():
 
 def write_rounds(folder, **of_b):
     for round_ in (1, 2):
-        write_log(folder / f"A_round{round_}.txt", ms=100 * round_)
-        write_log(folder / f"B_round{round_}.txt", **{"ms": 150 * round_, "memory": 250} | of_b)
+        write_log(folder / f"A_round{round_}.txt", ms=100 * round_, seed=round_)
+        of_b = {"ms": 150 * round_, "memory": 250, "seed": round_} | of_b
+        write_log(folder / f"B_round{round_}.txt", **of_b)
 
 
 def test_framework_table(tmp_path, capsys):
@@ -370,6 +416,7 @@ def test_framework_table(tmp_path, capsys):
     ({"torch": "2.5.1", "source": "other"}, "compared by one script with one set of settings, but "
                                             "these differ: source of train_gpt2.py"),
     ({"torch": "2.5.1", "batch_size": 8}, "one set of settings"),
+    ({"torch": "2.5.1", "device_batch_size": 8}, "one set of settings"),
     ({"hash": "22"}, "the training data differ"),
     ({"val_hash": "bb"}, "the validation tokens"),
     ({"stopped_at": 30}, "must hold whole logs"),
@@ -380,13 +427,25 @@ def test_unlike_sides_are_refused(of_b, sentence, tmp_path):
         ab.main(["--logs", str(tmp_path)])
 
 
+def test_times_are_not_rounded_to_milliseconds(tmp_path):
+    a, b = (runlog.read(write_log(tmp_path / f"{ms}.txt", ms=ms)) for ms in (141.8, 141.4))
+    assert ab.step_ms(b) / ab.step_ms(a) == pytest.approx(141.4 / 141.8, abs=0.0008)
+
+
+# stands for train_gpt2.py: leaves a log, and beside it which interpreter ran, with which caches
 FAKE = """
-import pathlib, sys
+import json, os, pathlib, sys
+import torch
 fields = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
 if "fail" in fields:
     sys.exit("one sentence")
 out = pathlib.Path(fields["log_dir"]) / (fields["run_id"] + ".txt")
-out.write_text(pathlib.Path(fields["log"]).read_text())
+text = pathlib.Path(fields["log"]).read_text().replace("torch:2.13.0", f"torch:{torch.__version__}")
+out.write_text(text.replace("seed=1", "seed=" + fields["seed"]))
+caches = [os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")]
+said = dict(caches=caches, empty=os.listdir(caches[1] or "/") == [], first=sys.argv[0],
+            python=os.environ["PYTHON"], mark=os.environ.get("MARK"), seed=fields["seed"])
+out.with_suffix(".json").write_text(json.dumps(said))
 """
 
 
@@ -397,8 +456,11 @@ def test_two_commands_in_turn(tmp_path):
     smi.chmod(0o755)
     (tmp_path / "fake.py").write_text(FAKE)
     script, out = f"python {tmp_path}/fake.py --log={write_log(tmp_path / 'log.txt')}", "out"
-    command = [sys.executable, ROOT / "records" / "ab.py", script, f"{script} --seed=2",
-               "--python_a", sys.executable, "--python_b", sys.executable, "--rounds=3",
+    python_a = tmp_path / "bin" / "python_a"  # another interpreter, which marks what it runs
+    python_a.write_text(f'#!/bin/sh\nMARK=a exec {sys.executable} "$@"\n')
+    python_a.chmod(0o755)
+    command = [sys.executable, ROOT / "records" / "ab.py", script, f"{script} --more=2",
+               f"--python_a={python_a}", "--rounds=2", "--cold",
                f"--out={tmp_path}/{out}"]  # fmt: skip
     environment = {**os.environ, "PATH": f"{smi.parent}:{os.environ['PATH']}"}
 
@@ -408,7 +470,13 @@ def test_two_commands_in_turn(tmp_path):
     done = run()
     assert done.returncode == 0, done.stderr
     order = [line.partition(":")[0] for line in done.stderr.splitlines()]
-    assert order == [f"{side}_round{i}" for side, i in ("A1", "B1", "B2", "A2", "A3", "B3")]
+    assert order == ["A_round1", "B_round1", "B_round2", "A_round2"]
+    said = {path.stem: json.loads(path.read_text()) for path in (tmp_path / out).glob("?_*.json")}
+    for name, of_run in said.items():
+        mine = (str(python_a), "a") if name[0] == "A" else (sys.executable, None)
+        assert ((of_run["python"], of_run["mark"]), of_run["seed"]) == (mine, name[-1])
+        assert of_run["caches"][0] == of_run["caches"][1] and of_run["empty"]
+    assert len({of_run["caches"][0] for of_run in said.values()}) == 4
     assert "| iteration, ms |" in done.stdout and "| 1.000 (1.000 to 1.000) |" in done.stdout
     assert "| 50 (50 to 50) | 50 (50 to 50) | 1.000" in done.stdout
     assert not list((tmp_path / out).glob("*.out"))
@@ -418,6 +486,13 @@ def test_two_commands_in_turn(tmp_path):
     command[-1] += "2"
     failing = run()
     assert failing.returncode == 1 and "ended with 1: one sentence" in failing.stderr
+    with pytest.raises(ValueError, match="must start with python, torchrun or bash run"):
+        ab.side_command("nice python train_gpt2.py", "p", "x", tmp_path, 1)
+    assert ab.side_command("torchrun --standalone x.py", "p", "n", "f", 1)[0] == [
+        "p", "-m", "torch.distributed.run", "--standalone", "x.py", "--run_id=n", "--log_dir=f",
+        "--seed=1"]  # fmt: skip
+    environment = ab.side_command("bash run.sh", "p", "n", "f", 1)[1]
+    assert environment["PYTHON"] == "p"
 
 
 # ---------------------------------------------------------------------------
@@ -459,6 +534,10 @@ def test_other_loss_data_or_folder_is_said(record, tmp_path, capsys):
     assert "NOT within the spread of tiny" in capsys.readouterr().out
     assert rerun.judge(far, run, [run]) == 0
     assert "One run has no spread" in capsys.readouterr().out
+    far.settings["n_layer"] = 9
+    with pytest.raises(ValueError, match="another experiment, and not a repetition: n_layer 9 ag"):
+        rerun.judge(far, run, group)
+    far.settings["n_layer"] = 2
     far.hashes[far.tokens] = "0"
     with pytest.raises(ValueError, match="the training data differ"):
         rerun.judge(far, run, group)
@@ -479,11 +558,10 @@ def test_other_loss_data_or_folder_is_said(record, tmp_path, capsys):
 def test_prediction_interval_covers_as_it_says():
     generator = np.random.default_rng(0)
     inside = 0
-    for _ in range(2000):
-        x = generator.normal(1.3, 0.01, 6)
-        low, high = rerun.spread(list(x[:5]))
+    for x in generator.normal(1.3, 0.01, (20000, 6)):
+        low, high = rerun.spread(x[:5])
         inside += low <= x[5] <= high
-    assert 0.98 < inside / 2000 < 1
+    assert inside / 20000 == pytest.approx(0.99, abs=0.002)
 
 
 # ---------------------------------------------------------------------------
@@ -517,3 +595,13 @@ def test_stale_text_and_pictures_are_noticed_and_renewed(tmp_path, monkeypatch, 
     picture.unlink()
     assert report.main(["--stale"]) == 1
     assert "records/X/README.md" in capsys.readouterr().out
+    for broken in (fresh.replace("<!-- end -->\n", ""), fresh.replace(" -->\n", " --> \n", 1)):
+        readme.write_text(broken)
+        with pytest.raises(ValueError, match="give each `<!-- python records/TOOL"):
+            report.main(["--refresh"])
+        assert readme.read_text() == broken
+
+
+def test_training_imports_neither_matplotlib_nor_scipy():
+    for path in ("train_gpt2.py", *describe.SIBLINGS):
+        assert not re.search("matplotlib|scipy", (ROOT / path).read_text()), path

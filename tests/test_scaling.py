@@ -1,0 +1,167 @@
+"""Scaling on paper: what must hold for any inputs, and bytes against those that a run logs."""
+
+import dataclasses
+import itertools
+import math
+import re
+import sys
+
+import describe
+import pytest
+import scaling
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report import command, made_from
+from scaling import COUNTS, Setup
+
+ms = st.floats(0.01, 1e4)
+setups = st.builds(
+    Setup, forward_backward_ms=ms, newton_schulz_ms=ms, adamw_ms=ms, other_ms=ms,
+    node_gbytes=st.floats(1, 1e4), network_gbytes=st.floats(1, 1e4), latency_us=st.floats(0, 100),
+    gpus_a_node=st.sampled_from(COUNTS),
+)  # fmt: skip
+counts = st.sampled_from(COUNTS)
+IDEAL = Setup(node_gbytes=math.inf, network_gbytes=math.inf, latency_us=0.0)
+WORK = "forward and backward", "Newton-Schulz", "AdamW and the rest"
+
+
+def matrices():
+    return list(scaling.network().h.parameters())
+
+
+@given(setups)
+@settings(max_examples=30, deadline=None)
+def test_one_gpu_takes_the_sum_of_its_times_and_sends_nothing(setup):
+    step, efficiency, sent, tokens = scaling.measures(setup, 1, 512)
+    times = setup.forward_backward_ms, setup.newton_schulz_ms, setup.adamw_ms, setup.other_ms
+    assert step == pytest.approx(sum(times))
+    assert (efficiency, sent) == (1, pytest.approx(0, abs=1e-12))
+    assert tokens == pytest.approx(512 * 1024 / (step / 1000))
+
+
+@given(setups, counts, st.sampled_from([64, 512, 4096]))
+@settings(max_examples=60, deadline=None)
+def test_more_gpus_compute_no_slower_and_never_beyond_their_number(setup, W, sequences):
+    few, many = (scaling.parts(setup, count, sequences) for count in (max(1, W // 2), W))
+    for part in WORK:
+        assert many[part] <= few[part] * (1 + 1e-9), part
+    assert all(time >= 0 for time in many.values())
+    step, efficiency, sent, _ = scaling.measures(setup, W, sequences)
+    assert 0 < efficiency <= 1 + 1e-9 and 0 <= sent < 1
+    assert step == pytest.approx(sum(many.values()))
+
+
+@pytest.mark.parametrize("W", COUNTS)
+def test_on_perfect_links_only_the_largest_share_of_newton_schulz_stays(W):
+    of, load = scaling.parts(IDEAL, W), scaling.muon(W).load
+    assert of["gradients"] == 0 and of["updates"] == pytest.approx(0, abs=1e-12)
+    assert of["forward and backward"] == pytest.approx(IDEAL.forward_backward_ms / W)
+    part = of["Newton-Schulz"] / IDEAL.newton_schulz_ms
+    assert part == pytest.approx(max(load) / sum(load))
+    largest = max(scaling.share(p.shape) for p in matrices())
+    assert max(1 / W, largest) <= part + 1e-12 and part <= 1 / W + largest  # any greedy dealing
+    assert sum(scaling.share(p.shape) for p in matrices()) == pytest.approx(1)
+
+
+@given(st.integers(0, 2**40), counts, counts)
+def test_a_trip_sends_what_a_ring_does_however_the_gpus_are_grouped(size, W, gpus_a_node):
+    inside, between = scaling.trip(size, W, gpus_a_node)
+    assert inside + between == pytest.approx((W - 1) / W * size)
+    assert (between == 0) == (gpus_a_node >= W or size == 0)
+
+
+def logged_mib(W):
+    """Return (gradients, updates): MiB a rank sends in a step, as a run of W ranks logs them."""
+    gpt = scaling.network()
+    optimizers = torch.optim.AdamW(gpt.lm_head.parameters()), scaling.muon(W)
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+        group["initial_lr"] = 0.0
+    line = describe.optimizer_table(gpt, optimizers, W)[-1]
+    return [float(number) for number in re.findall(r"[\d.]+(?= |$)", line.replace(":", " "))]
+
+
+@pytest.mark.parametrize("W", [2, 4, 8])
+def test_bytes_are_those_that_a_run_logs(W):
+    slow = Setup(newton_schulz_ms=0.0, node_gbytes=1.0, latency_us=0.0)  # 10^6 bytes a ms
+    of, (gradients, updates) = scaling.parts(slow, W), logged_mib(W)
+    scalars = 2 * 2 * 4 * (W - 1) / W  # bytes
+    assert of["gradients"] * 1e6 - scalars == pytest.approx(gradients * 2**20, abs=0.06 * 2**20)
+    assert of["updates"] * 1e6 == pytest.approx(updates * 2**20, abs=0.06 * 2**20)
+
+
+@given(setups, counts)
+@settings(max_examples=60, deadline=None)
+def test_updates_hide_behind_newton_schulz_but_the_last_round(setup, W):
+    rounds = [scaling.all_reduce_ms(2 * updates.numel(), W, setup)
+              for updates, _, _ in scaling.muon(W).rounds[0]]
+    work, wait = scaling.muon_ms(setup, W)
+    assert rounds[-1] - 1e-9 * (1 + work) <= wait <= sum(rounds) + 1e-9 * (1 + work)
+    assert sum(2 * updates.numel() for updates, _, _ in scaling.muon(W).rounds[0]) == sum(
+        2 * p.numel() for p in matrices())
+
+
+@pytest.mark.parametrize("W", COUNTS)
+def test_latency_of_the_reduces_lies_between_one_ring_and_one_after_the_other(W):
+    late = dataclasses.replace(IDEAL, latency_us=1000.0)  # a hop a ms
+    trees = 3 * 2 * math.log2(W)  # the head, two scalars
+    hops = scaling.gradients_ms(late, W) - trees
+    assert W - 1 - 1e-9 <= hops <= len(matrices()) * (W - 1) + 1e-9
+    if W == 2:  # by hand: each ring is one hop; the next begins at once only behind its owner
+        owners = [scaling.muon(2).owner[p] for p in matrices()]
+        assert hops == pytest.approx(1 + sum(a != b for a, b in itertools.pairwise(owners)))
+
+
+def test_public_figures_are_met_within_the_printed_errors(capsys):
+    scaling.main([])
+    printed = re.findall(r"\| ([\d.]+) (ms|min) \| ([\d.]+) \2 \| ([+-][\d.]+)% \|",
+                         capsys.readouterr().out)
+    rows = scaling.checks()
+    assert len(printed) == len(rows) >= 6
+    for (_, unit, seen, predicted, _), line in zip(rows, printed):
+        error = 100 * (predicted / seen - 1)
+        assert abs(error) < 20, "a change of the model that leaves the public figures behind"
+        assert line[1] == unit and float(line[3]) == pytest.approx(error, abs=0.051)
+        assert float(line[2]) / float(line[0]) - 1 == pytest.approx(error / 100, abs=0.002)
+
+
+def test_a_figure_rescaled_to_its_own_number_of_gpus_is_itself():
+    for W in COUNTS:
+        assert scaling.rescaled(500.0, W, W) == pytest.approx(500.0)
+
+
+@pytest.mark.parametrize("argument", [
+    "--node_gbytes=0", "--network_gbytes=-5", "--adamw_ms=-1", "--other_ms=nan",
+    "--forward_backward_ms=0", "--newton_schulz_ms=inf", "--latency_us=-0.1", "--gpus_a_node=0",
+    "--gpus_a_node=6", "--gpus_a_node=2.5", "--adamw_ms=fast", "--speed=1",
+])  # fmt: skip
+def test_a_bad_value_is_refused_in_a_sentence(argument, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scaling.py", argument])
+    with pytest.raises(SystemExit) as refusal:
+        command(scaling.main)
+    # argparse prints its sentence and exits with 2; ours leaves with it, which means 1
+    said = capsys.readouterr().err if refusal.value.code == 2 else refusal.value.code
+    name, _, value = argument.removeprefix("--").partition("=")
+    sentence = said.strip().splitlines()[-1]
+    assert name in sentence and value in sentence and "Traceback" not in said
+
+
+def test_the_page_says_what_is_given_and_is_the_same_each_time(capsys):
+    arguments = ["--forward_backward_ms=900", "--network_gbytes=25"]
+    assert scaling.main(arguments) == 0
+    page = capsys.readouterr().out
+    scaling.main(arguments)
+    assert page == capsys.readouterr().out
+    assert "| forward_backward_ms | 900 | given |" in page and "| 25 | given |" in page
+    assert page.count("stated, not measured") == len(dataclasses.fields(Setup)) - 2
+    assert [line.startswith("| 1024 |") for line in page.splitlines() if "n/a |" in line] == [True]
+    assert len(page.splitlines()) <= 60
+
+
+def test_the_picture_carries_what_it_was_made_from(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    prints = []
+    for name, argument in [("a", "--adamw_ms=1"), ("b", "--adamw_ms=1"), ("c", "--adamw_ms=2")]:
+        scaling.main([argument, "--picture", f"{tmp_path / name}.png"])
+        prints.append(made_from(tmp_path / f"{name}.png"))
+    assert prints[0] == prints[1] != prints[2] and None not in prints
