@@ -16,6 +16,7 @@ import pytest
 import report
 import rerun
 import runlog
+import torch
 from conftest import ROOT, TINY, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -435,12 +436,11 @@ def test_times_are_not_rounded_to_milliseconds(tmp_path):
 # stands for train_gpt2.py: leaves a log, and beside it which interpreter ran, with which caches
 FAKE = """
 import json, os, pathlib, sys
-import torch
 fields = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
 if "fail" in fields:
     sys.exit("one sentence")
 out = pathlib.Path(fields["log_dir"]) / (fields["run_id"] + ".txt")
-text = pathlib.Path(fields["log"]).read_text().replace("torch:2.13.0", f"torch:{torch.__version__}")
+text = pathlib.Path(fields["log"]).read_text().replace("torch:2.13.0", "torch:" + fields["torch"])
 out.write_text(text.replace("seed=1", "seed=" + fields["seed"]))
 caches = [os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")]
 said = dict(caches=caches, empty=os.listdir(caches[1] or "/") == [], first=sys.argv[0],
@@ -455,7 +455,8 @@ def test_two_commands_in_turn(tmp_path):
     smi.write_text("#!/bin/sh\nprintf '40\\n60\\n'\n")
     smi.chmod(0o755)
     (tmp_path / "fake.py").write_text(FAKE)
-    script, out = f"python {tmp_path}/fake.py --log={write_log(tmp_path / 'log.txt')}", "out"
+    log, out = write_log(tmp_path / "log.txt"), "out"
+    script = f"python {tmp_path}/fake.py --log={log} --torch={torch.__version__}"
     python_a = tmp_path / "bin" / "python_a"  # another interpreter, which marks what it runs
     python_a.write_text(f'#!/bin/sh\nMARK=a exec {sys.executable} "$@"\n')
     python_a.chmod(0o755)
@@ -553,6 +554,14 @@ def test_other_loss_data_or_folder_is_said(record, tmp_path, capsys):
     run.sources["../evil.py"] = ""
     with pytest.raises(ValueError, match="source outside its folder"):
         rerun.unpack(run, tmp_path / "unpacked")
+
+
+def test_run_sh_repeats_records():
+    done = subprocess.run(["bash", ROOT / "run.sh", "records/2026-11-21_Data", "x"], timeout=120,
+                          env={**os.environ, "PYTHON": sys.executable}, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "has no run 'x': give one of ['fresh_clone', 'fresh_clone_seed1337']" in done.stderr
 
 
 def test_prediction_interval_covers_as_it_says():
