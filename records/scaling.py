@@ -169,9 +169,11 @@ def checks():
         ("[record 7][speedrun] on 8 H100, from one H100 of another code", "ms", 141.82,
          sum(parts(setup, 8).values()), "it hides travel behind the backward pass, we do not"),
         ("[GPT-2 124M, AdamW][gpus]: 2,509 ms on 1 A100, on 8", "ms", 327.57,
-         rescaled(2509.02, 1, 8), "AdamW does not divide; an A100's links are slower"),
+         rescaled(2509.02, 1, 8), "AdamW does not divide; an A100's links are slower; its page was "
+         "found by files alone"),
         ("[speedrun of November 2025][four]: 121.9 ms on 4 H100, [on 8][eight]", "ms", 61.31,
-         rescaled(2 * 136.8784 / 2.245, 4, 8), "it sends bf16, hidden; not one machine"),
+         rescaled(2 * 136.8784 / 2.245, 4, 8), "it sends bf16, hidden; not one machine; read as "
+         "written halved"),
         ("[nanoGPT][nodes]: 115 ms on 2 nodes of 8 H100, on 8 nodes", "ms", 30.0,
          rescaled(115, 16, 64), "partly a calibration: its 3 ms of travel on both made us let both "
          "kinds of links work at once"),
