@@ -24,7 +24,7 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from compare import differences, require, training_data
 from report import command
-from runlog import ROOT, logs_in, read
+from runlog import INCIDENTAL, ROOT, logs_in, read
 
 LEVEL = 0.99
 OUR_OWN = {"run_id", "log_dir", "resume"}  # settings that a repetition does not take over
@@ -117,6 +117,10 @@ def main(argv):
     parser.add_argument("name", nargs="?")
     parser.add_argument("--log_dir", type=Path, default="logs")
     options, fields = parser.parse_known_args(argv)
+    for field in fields:
+        require(field.startswith("--") and field[2:].partition("=")[0] in INCIDENTAL,
+                f"{field} would make it another experiment: a repetition may only change "
+                f"{', '.join(sorted(INCIDENTAL - OUR_OWN))}")
     run, group = choose(options.folder, options.name)
     logged = run.facts.get("torch")
     if logged != torch.__version__:

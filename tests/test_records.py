@@ -551,6 +551,8 @@ def test_other_loss_data_or_folder_is_said(record, tmp_path, capsys):
         rerun.choose(tmp_path, None)
     with pytest.raises(ValueError, match="is no record: give one of records/2026"):
         rerun.choose(tmp_path / "none", None)
+    with pytest.raises(ValueError, match="--n_layer=9 would make it another experiment"):
+        rerun.main([str(record), "--n_layer=9"])
     run.sources["../evil.py"] = ""
     with pytest.raises(ValueError, match="source outside its folder"):
         rerun.unpack(run, tmp_path / "unpacked")
