@@ -44,15 +44,18 @@ assert all(file_sha256(f'data/torch_sources/{name}') == sha for name, sha in sha
 }
 
 pack_torch_sources() {
-    is_the_records || "$python" data/pack.py \
-        "$("$python" -c "import os, torch; print(os.path.dirname(torch.__file__))")" \
-        --pattern '*.py' --exclude version.py `# the one that CPU and CUDA builds have different` \
-        --encoding bytes --val_fraction 0.02 --skip_bad --out data/torch_sources
-    if is_the_records; then
-        echo "data: the record's own (torch 2.13.0)"
-    else
-        echo "data: not the record's (another torch than 2.13.0?); the loss is not comparable"
-    fi
+    is_the_records || {
+        local folder
+        folder=$("$python" -c "import os, torch; print(os.path.dirname(torch.__file__))")
+        # version.py is the one file that differs between the CPU and the CUDA builds
+        "$python" data/pack.py "$folder" --pattern '*.py' --exclude version.py \
+            --encoding bytes --val_fraction 0.02 --skip_bad --out data/torch_sources
+        is_the_records || {
+            echo "data: not the record's (another torch than 2.13.0?); the loss is not comparable"
+            return
+        }
+    }
+    echo "data: the record's own (torch 2.13.0)"
 }
 
 case "${1:-}" in
