@@ -2,8 +2,8 @@
 # bash run.sh [--field=value ...]       reproduce the record of the machine it stands on
 #     with GPUs: GPT-2 124M on FineWeb; train_gpt2.py's defaults, whose public log says loss 3.2755
 #                and 12.0 minutes on 8xH100
-#     without:   0.8M parameters on the bytes of PyTorch's own Python sources: loss 1.2935 (n=5, sd
-#                0.0084), 5 minutes on 2 cores with installation (11 on a CPU without bf16), 0.6 GB
+#     without:   0.8M parameters on the bytes of PyTorch's own Python sources: loss 1.2912 (n=10,
+#                sd 0.0070), 5 minutes on 2 cores with installation (11 on a CPU without bf16), 0.6 GB
 # bash run.sh test [pytest arguments]   run the test suite
 # bash run.sh records/<date>_<Name>     train a record again from its own log: is the loss within its
 #     spread? Arguments: records/rerun.py

@@ -6,7 +6,7 @@
 
 The defaults are those of record 7 of the public NanoGPT speedrun (October 2024): 12.0 minutes on
 8xH100, loss 3.2755 (n=1, its own log); not run on a GPU here yet. On 2 CPU cores, `bash run.sh`
-trains 0.8M parameters on bytes to a loss of 1.2935 (n=5) in 4 minutes: records/.
+trains 0.8M parameters on bytes to a loss of 1.2912 (n=10) in 4 to 9 minutes: records/.
 In order: Hyperparameters, model, optimizer, data, training (a step, an evaluation), run (main).
 Shapes: B sequences, T tokens in a sequence, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
