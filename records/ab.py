@@ -128,7 +128,7 @@ def interleave(options, folder):
                     f"but {pythons[side]} has {versions[side]}: install the requirements there")
             print(f"{name}: {step_ms(run):.1f} ms a step", file=sys.stderr, flush=True)
         if round_ == 1:
-            check(paired(folder))
+            check(paired(folder, least=1))
     if any(value is not None for value in used.values()):
         (folder / BUSY).write_text(json.dumps(used, indent=1))
 
@@ -148,13 +148,14 @@ def check(rounds):
                 f"these differ: {differences(a, b, NAMES)}")
 
 
-def paired(folder):
+def paired(folder, least=2):
     """Return the rounds of a folder, [(run of A, run of B)]."""
     runs = {run.path.stem: run for run in logs_in(folder)}
     rounds = [(run, runs.get(name.replace("A_", "B_", 1))) for name, run in runs.items()
               if name.startswith("A_round")]
-    require(rounds and all(b and a.finished and b.finished for a, b in rounds),
-            f"{folder} must hold whole logs A_round1.txt, B_round1.txt ...: run ab.py with --out")
+    whole = all(b and a.finished and b.finished for a, b in rounds)
+    require(whole and len(rounds) >= least, f"{folder} must hold whole logs A_round1.txt, "
+            f"B_round1.txt, A_round2.txt ... of at least {least} rounds: run ab.py with --out")
     return rounds
 
 
@@ -178,6 +179,8 @@ def row(name, rounds):
 
     if None in a + b or (ratio and min(a + b) <= 0):
         return [name, side(a), side(b), "n/a"]
+    if not ratio and len({run.seed for pair in rounds for run in pair}) == 1:
+        return [name, side(a), side(b), f"{statistics.mean(b) - statistics.mean(a):+.4f}, one seed"]
     against = "{:.3f} ({:.3f} to {:.3f})" if ratio else "{:+.4f} ({:+.4f} to {:+.4f})"
     return [name, side(a), side(b), against.format(*interval(a, b, ratio))]
 

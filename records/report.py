@@ -256,7 +256,7 @@ def outdated(readme, write):
         return block["start"] + text
 
     before = readme.read_text()
-    if len(BLOCK.findall(before)) != before.count("<!-- python"):
+    if len(BLOCK.findall(before)) != len(re.findall("^<!-- python", before, re.M)):
         raise ValueError(f"{readme}: give each `<!-- python records/TOOL.py ... -->` a line, and "
                          "`<!-- end -->` one below")
     after = BLOCK.sub(renew, before)

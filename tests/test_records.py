@@ -392,8 +392,8 @@ def test_interval_of_known_ratios():
 def write_rounds(folder, **of_b):
     for round_ in (1, 2):
         write_log(folder / f"A_round{round_}.txt", ms=100 * round_, seed=round_)
-        of_b = {"ms": 150 * round_, "memory": 250, "seed": round_} | of_b
-        write_log(folder / f"B_round{round_}.txt", **of_b)
+        b = {"ms": 150 * round_, "memory": 250, "seed": round_} | of_b
+        write_log(folder / f"B_round{round_}.txt", **b)
 
 
 def test_framework_table(tmp_path, capsys):
@@ -407,6 +407,10 @@ def test_framework_table(tmp_path, capsys):
     assert "| 0.500 (0.500 to 0.500) |" in shown and "+0.0000 (+0.0000 to +0.0000)" in shown
     assert "| GPU busy (NVML), % | n/a | n/a | n/a |" in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
+    write_rounds(tmp_path, torch="2.5.1", seed=2)
+    write_log(tmp_path / "A_round1.txt", seed=2)
+    ab.main(["--logs", str(tmp_path)])
+    assert "| +0.0000, one seed |" in capsys.readouterr().out
     (tmp_path / "busy.json").write_text(json.dumps(
         {"A_round1": 90, "B_round1": 45, "A_round2": 80, "B_round2": 40}))
     ab.main(["--logs", str(tmp_path)])

@@ -21,7 +21,8 @@ import resource, torch
 resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 print(f'torch {torch.__version__}: {resident} MiB after import torch')"
     rm -f "$folder/calls"
-    PYTHON=$python CXX=$folder/cxx CALLS=$folder/calls TORCHINDUCTOR_CACHE_DIR=$(mktemp -d "$folder/XXXX") \
+    mkdir -p "$folder/tmp"
+    TMPDIR=$folder/tmp PYTHON=$python CXX=$folder/cxx CALLS=$folder/calls TORCHINDUCTOR_CACHE_DIR=$(mktemp -d "$folder/XXXX") \
         bash run.sh --num_iterations=3 --warmdown_iters=1 --val_loss_every=0 --val_tokens=4096 \
         --log_dir="$folder" --run_id="$(basename "$(mktemp -u "$folder/XXXX")")" | grep '^setup:'
     awk '{n++; s += $2 - $1} END {printf "C++ compiler: %d calls, %.1f s in them\n", n, s}' "$folder/calls"
