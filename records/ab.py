@@ -8,9 +8,9 @@
 
 Each command starts train_gpt2.py once and gets --run_id, --log_dir and --seed (the round's number)
 added; `python` at its start, and PYTHON for run.sh, are the side's interpreter. --cold gives every
-run empty compiler caches, so that compile seconds are those of a first start. A run's time is the
-mean of the middle half of its steps; a ratio is the geometric mean over rounds of B / A with its
-95% t-interval; losses, of equal seeds, are subtracted.
+run empty compiler caches, so that compile seconds are those of a first start. A run's time is a
+median over its steps; a ratio is the geometric mean over rounds of B / A with its 95% t-interval;
+losses, of equal seeds, are subtracted.
 Refused: sides that read other data; between two torch versions also other scripts or settings.
 Close other programs first. A GPU's busy % is sampled each second by nvidia-smi while a run lasts.
 """
@@ -18,6 +18,7 @@ Close other programs first. A GPU's busy % is sampled each second by nvidia-smi 
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -39,12 +40,13 @@ BUSY = "busy.json"  # {run: mean GPU utilization in %}, beside the logs
 
 
 def step_ms(run):
-    """Return a run's ms a step: the mean of the middle half of its steps, or as logged if few.
+    """Return a run's ms a step: the median over windows of sqrt(N) of its N steps.
 
-    Logged times are whole milliseconds, so a median would be, too.
+    Windows, since logged times are whole milliseconds. Of few steps the mean, as logged.
     """
     times = [ms for _, _, ms in run.points["train"]]
-    return stats.trim_mean(np.diff(times), 0.25) if len(times) > 4 else run.ms_per_step
+    size = math.isqrt(len(times))
+    return np.median(np.diff(times[::size])) / size if size > 2 else run.ms_per_step
 
 
 def busy(run):

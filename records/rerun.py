@@ -27,6 +27,7 @@ from report import command
 from runlog import INCIDENTAL, ROOT, logs_in, read
 
 LEVEL = 0.99
+ROUNDING = 5e-5  # of a logged loss
 OUR_OWN = {"run_id", "log_dir", "resume"}  # settings that a repetition does not take over
 
 
@@ -104,7 +105,7 @@ def judge(again, run, group):
     if len(group) < 2:
         print(f"One run has no spread: the losses differ by {again.val_loss - run.val_loss:+.4f}.")
         return 0
-    within = low <= again.val_loss <= high
+    within = low - ROUNDING <= again.val_loss <= high + ROUNDING
     print(f"{'Within' if within else 'NOT within'} the spread of {run.label}, {low:.4f} to "
           f"{high:.4f} ({LEVEL:.0%} prediction interval, n={len(losses)}).")
     return int(not within)

@@ -434,7 +434,7 @@ def test_unlike_sides_are_refused(of_b, sentence, tmp_path):
 
 def test_times_are_not_rounded_to_milliseconds(tmp_path):
     a, b = (runlog.read(write_log(tmp_path / f"{ms}.txt", ms=ms)) for ms in (141.8, 141.4))
-    assert ab.step_ms(b) / ab.step_ms(a) == pytest.approx(141.4 / 141.8, abs=0.0008)
+    assert ab.step_ms(b) / ab.step_ms(a) == pytest.approx(141.4 / 141.8, abs=0.0012)
 
 
 # stands for train_gpt2.py: leaves a log, and beside it which interpreter ran, with which caches
@@ -537,6 +537,11 @@ def test_other_loss_data_or_folder_is_said(record, tmp_path, capsys):
     far.points["val"][-1] = (6, 9.0, 1.0)
     assert rerun.judge(far, run, group) == 1
     assert "NOT within the spread of tiny" in capsys.readouterr().out
+    for other in group:
+        other.points["val"][-1] = (6, 1.1, 1.0)
+    run.points["val"][-1] = far.points["val"][-1] = (6, 1.1, 1.0)
+    assert rerun.judge(far, run, [*group, run]) == 0  # whose mean is 1.1 and a rounding error
+    far.points["val"][-1] = (6, 9.0, 1.0)
     assert rerun.judge(far, run, [run]) == 0
     assert "One run has no spread" in capsys.readouterr().out
     far.settings["n_layer"] = 9

@@ -407,7 +407,7 @@ def test_compiled_run_makes_two_graphs_and_never_again(tiny):
     assert "compile: graphs:2 graph_breaks:0 recompiles:0" in done.stdout
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("processes", [1, 4])  # 2 and 3: in the test of any number, above
 def test_books_give_one_stream_and_one_loss(processes, books):
     settings = {
         **TINY, "vocab_size": 50304, "batch_size": 24, "device_batch_size": 2,
