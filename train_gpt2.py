@@ -12,9 +12,11 @@ Shapes: B sequences, T tokens in a sequence, C = n_embd, V = vocab_size, H = n_h
 """
 
 import bisect
+import contextlib
 import dataclasses
 import difflib
 import glob
+import inspect
 import itertools
 import math
 import os
@@ -32,6 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = f"{ROOT}/data", f"{ROOT}/records"
@@ -88,6 +91,7 @@ class Hyperparameters:
     # execution
     device: str = "auto"  # cuda, cpu, or auto: cuda where there is one
     compile: bool = True  # torch.compile; False starts sooner and runs slower
+    attention: str = "auto"  # kernel: cudnn, flash, efficient, math; auto: the first that can
     comm_timeout: int = 600  # seconds that a rank waits for the others before the run fails
 
     def __post_init__(self):
@@ -107,11 +111,15 @@ class Hyperparameters:
         require(self.warmup_iters <= self.num_iterations,
                 f"warmup_iters={self.warmup_iters} must be at most {self.num_iterations} steps")
 
+SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}  # fastest first
 AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "device_batch_size",
                 "sequence_length", "num_iterations", "val_tokens", "keep_checkpoints",
                 "comm_timeout")
-LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express")}
-CHUNK_LOGITS = 2**26  # made at a time: 128 MB of bf16; more where that would be over 8 chunks
+LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express"),
+         "attention": ("auto", *SDPA)}
+# logits made at a time: 128 MB of bf16; more where that would be over 8 chunks
+CHUNK_LOGITS, MAX_CHUNKS = 2**26, 8
 
 # -----------------------------------------------------------------------------
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
@@ -123,6 +131,32 @@ def matmul_dtype(device):
 def norm(x):
     """RMSNorm over the last dimension, without gain; float32's eps whatever the dtype of x."""
     return F.rms_norm(x, (x.size(-1),), eps=torch.finfo(torch.float32).eps)
+
+class Linear(nn.Linear):
+    """A product with a matrix that is trained in float32; x may be bf16 after cast_weights."""
+
+    low = None  # the weight in bf16
+
+    def cast(self, dtype):
+        return self.weight if dtype == self.weight.dtype else self.low
+
+    def forward(self, x):
+        return F.linear(x, self.cast(x.dtype))
+
+    def add_gradient(self, low):
+        """Add the gradient of low, of one micro-batch, to the weight's, in float32."""
+        grad, self.low.grad = low.grad, None
+        self.weight.grad = grad.float() if self.weight.grad is None else self.weight.grad.add_(grad)
+
+@torch.no_grad()
+def cast_weights(gpt, dtype):
+    """Let gpt compute in dtype, with its weights of now: cast once a step, not a micro-batch."""
+    gpt.dtype = dtype
+    if linears := [c for c in gpt.modules() if isinstance(c, Linear) and c.weight.dtype != dtype]:
+        for c in (c for c in linears if c.low is None):
+            c.low = torch.empty_like(c.weight, dtype=dtype).requires_grad_()
+            c.low.register_post_accumulate_grad_hook(c.add_gradient)
+        torch._foreach_copy_([c.low for c in linears], [c.weight for c in linears])
 
 class Rotary(nn.Module):
     """Rotary positions, half-split: i turns with i + D/2. https://arxiv.org/abs/2104.09864"""
@@ -145,10 +179,10 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_head = args.n_head
         # three matrices, not one, so that Muon orthogonalizes each by itself
-        self.c_q = nn.Linear(args.n_embd, args.n_embd, bias=False)
-        self.c_k = nn.Linear(args.n_embd, args.n_embd, bias=False)
-        self.c_v = nn.Linear(args.n_embd, args.n_embd, bias=False)
-        self.c_proj = nn.Linear(args.n_embd, args.n_embd, bias=False)
+        self.c_q = Linear(args.n_embd, args.n_embd, bias=False)
+        self.c_k = Linear(args.n_embd, args.n_embd, bias=False)
+        self.c_v = Linear(args.n_embd, args.n_embd, bias=False)
+        self.c_proj = Linear(args.n_embd, args.n_embd, bias=False)
         nn.init.zeros_(self.c_proj.weight)  # every block starts as the identity
         self.rotary = Rotary(args.n_embd // args.n_head, args.sequence_length)
 
@@ -161,8 +195,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, args):
         super().__init__()
-        self.c_fc = nn.Linear(args.n_embd, 4 * args.n_embd, bias=False)
-        self.c_proj = nn.Linear(4 * args.n_embd, args.n_embd, bias=False)
+        self.c_fc = Linear(args.n_embd, 4 * args.n_embd, bias=False)
+        self.c_proj = Linear(4 * args.n_embd, args.n_embd, bias=False)
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x):  # (B, T, C)
@@ -183,29 +217,30 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     Logits, the largest tensor of a step, exist for one chunk of tokens at a time: gradients are
     computed along with the loss, and none kept for backward.
-    x: (N, C), weight: (V, C), both float32 or bfloat16; targets: (N,) int64. Returns a float32
-    scalar. Products are in dtype, the loss and the sum of weight gradients in float32.
+    x: (N, C), float32 or bfloat16; weight: (V, C) float32, which gets the gradient; low: weight in
+    the dtype of x; targets: (N,) int64. Returns a float32 scalar. Products are in the dtype of x,
+    the loss and the sum of weight gradients in float32.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dtype, with_grad):
-        x_low, weight_low, N = x.to(dtype), weight.to(dtype), x.size(0)
-        chunk = max(math.ceil(N / 8), min(N, CHUNK_LOGITS // weight.size(0)))
+    def forward(ctx, x, weight, low, targets, with_grad):
+        N = x.size(0)
+        chunk = max(math.ceil(N / MAX_CHUNKS), min(N, CHUNK_LOGITS // low.size(0)))
         count = (targets != -1).sum().clamp(min=1)
-        vocabulary = torch.arange(weight.size(0), device=x.device)
+        vocabulary = torch.arange(low.size(0), device=x.device)
         loss, grad_x, grad_weight = torch.zeros((), device=x.device), [], 0.0
-        for x_i, targets_i in zip(x_low.split(chunk), targets.split(chunk)):
-            logits, valid = (x_i @ weight_low.T).float(), (targets_i != -1)[:, None]  # (chunk, V)
+        for x_i, targets_i in zip(x.split(chunk), targets.split(chunk)):
+            logits, valid = (x_i @ low.T).float(), (targets_i != -1)[:, None]  # (chunk, V)
             log_z = logits.logsumexp(dim=-1, keepdim=True)
             chosen = logits.gather(1, targets_i.clamp(min=0)[:, None])
             loss += torch.where(valid, log_z - chosen, 0.0).sum()
             if with_grad:
                 error = (logits - log_z).exp() - (vocabulary == targets_i[:, None]).float()
-                grad_logits = torch.where(valid, error / count, 0.0).to(dtype)
-                grad_x.append(grad_logits @ weight_low)
+                grad_logits = torch.where(valid, error / count, 0.0).type_as(x)
+                grad_x.append(grad_logits @ low)
                 grad_weight = grad_weight + (grad_logits.T @ x_i).float()
         if with_grad:
-            ctx.save_for_backward(torch.cat(grad_x).to(x.dtype), grad_weight.to(weight.dtype))
+            ctx.save_for_backward(torch.cat(grad_x), grad_weight)
         return loss / count
 
     @staticmethod
@@ -214,14 +249,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
 
 class GPT(nn.Module):
-    """GPT-2 with tied embedding and head. Weights are float32; run it under autocast for bf16."""
+    """GPT-2 with tied embedding and head. Weights are float32, products as cast_weights says."""
+
+    dtype = torch.float32  # of the residual stream
 
     def __init__(self, args):
         super().__init__()
         self.sequence_length = args.sequence_length
         self.wte = nn.Embedding(args.vocab_size, args.n_embd)
         self.h = nn.ModuleList(Block(args) for _ in range(args.n_layer))
-        self.lm_head = nn.Linear(args.n_embd, args.vocab_size, bias=False)
+        self.lm_head = Linear(args.n_embd, args.vocab_size, bias=False)
         self.wte.weight = self.lm_head.weight  # tied: one tensor, with the head's initial values
 
     def forward(self, inputs, targets=None):
@@ -231,16 +268,15 @@ class GPT(nn.Module):
         """
         require(inputs.size(1) <= self.sequence_length,
                 f"T={inputs.size(1)} exceeds sequence_length={self.sequence_length}")
-        x = self.wte(inputs)  # (B, T, C)
+        x = self.wte(inputs).to(self.dtype)  # (B, T, C)
         for block in self.h:
             x = block(x)
         x = norm(x)
         if targets is None:
             return self.lm_head(x).float()
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return LinearCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.flatten(),
-                                        dtype, torch.is_grad_enabled())
+        head = self.lm_head
+        return LinearCrossEntropy.apply(x.flatten(0, 1), head.weight, head.cast(x.dtype).detach(),
+                                        targets.flatten(), torch.is_grad_enabled())
 
 # -----------------------------------------------------------------------------
 # Optimizer: Muon, its Newton-Schulz work sharded over the ranks
@@ -565,10 +601,6 @@ def sum_over_ranks(tensor):
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
     return tensor
 
-def bf16_autocast(device):
-    """Return the context of every forward pass: products in bf16, weights and sums in float32."""
-    return torch.autocast(device.type, torch.bfloat16, matmul_dtype(device) == torch.bfloat16)
-
 def sync_gradients(optimizers):
     """Sum gradients over the ranks, Muon's for the owner alone: the others' are then undefined."""
     works = []
@@ -590,9 +622,9 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, largest=None)
     """
     total = len(inputs) * (dist.get_world_size() if dist.is_initialized() else 1)  # sequences
     train_loss = torch.zeros((), device=inputs.device)
+    cast_weights(model, matmul_dtype(inputs.device))
     for x, y in zip(inputs.split(args.device_batch_size), targets.split(args.device_batch_size)):
-        with bf16_autocast(inputs.device):
-            loss = model(x, y) * (len(x) / total)
+        loss = model(x, y) * (len(x) / total)
         loss.backward()
         train_loss += loss.detach()
     found = largest_gradients(model.parameters())  # before they are mixed with other ranks'
@@ -611,13 +643,13 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, largest=None)
 def evaluate(model, val_loader, val_tokens):
     """Return the mean loss over exactly the first val_tokens tokens, the same for all ranks."""
     val_loader.position, num_sequences = 0, val_tokens // val_loader.sequence_length
+    cast_weights(model, matmul_dtype(val_loader.device))
     total = torch.zeros((), dtype=torch.float64, device=val_loader.device)
     for first in range(0, num_sequences, val_loader.batch_size):
         inputs, targets = val_loader.next_batch()
         left = max(0, num_sequences - first - val_loader.rank * len(inputs))  # to be counted
         targets = torch.cat([targets[:left], torch.full_like(targets[left:], -1)])
-        with bf16_autocast(val_loader.device):
-            total += model(inputs, targets).double() * (targets != -1).sum()
+        total += model(inputs, targets).double() * (targets != -1).sum()
     return float(sum_over_ranks(total)) / val_tokens
 
 # -----------------------------------------------------------------------------
@@ -639,6 +671,25 @@ def place_in_world(args):
             f"--nproc_per_node={gpus or 'N for N GPUs'}, or pass --device=cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     return rank, world_size, torch.device("cuda", torch.cuda.current_device())
+
+@contextlib.contextmanager
+def attention_kernel(args, device):
+    """Let attention take the first kernel of SDPA that can here; yield which. ValueError if none.
+
+    So args.attention="auto"; another value leaves it only that one.
+    """
+    can = SDPA if args.attention == "auto" else {args.attention: SDPA[args.attention]}
+    ordered = "set_priority" in inspect.signature(sdpa_kernel).parameters  # since torch 2.6
+    shape = args.device_batch_size, args.sequence_length, args.n_head, args.n_embd // args.n_head
+    q = torch.ones(shape, dtype=matmul_dtype(device), device=device, requires_grad=True)
+    q = q.transpose(1, 2)
+    with sdpa_kernel([*can.values()], **{"set_priority": True} if ordered else {}):
+        try:
+            node = F.scaled_dot_product_attention(q, q, q, is_causal=True).grad_fn.name().lower()
+        except RuntimeError as error:
+            raise ValueError(f"attention={args.attention!r} is not to be had on this device: give "
+                             f"--attention=auto") from error
+        yield next((name for name in can if name in node), "math")
 
 def open_data(args, rank, world_size, device):
     """Return (train_loader, val_loader). Raises ValueError for an impossible plan."""
@@ -696,49 +747,13 @@ def warm_up(gpt, optimizers, args, train_loader):
         for optimizer in optimizers:
             optimizer.state = defaultdict(dict)
         train_step(gpt, optimizers, inputs, targets, 0.0, args)  # at learning rates of 0
-        with torch.no_grad(), bf16_autocast(device):
+        with torch.no_grad():
             gpt(inputs[: args.device_batch_size], targets[: args.device_batch_size]).item()
     except torch._dynamo.exc.TorchDynamoException as error:
         raise RuntimeError("torch.compile failed: install what the error above asks for (g++, "
                            "Python.h), or pass --compile=False") from error
     for optimizer, state in zip(optimizers, states):
         optimizer.state = state
-
-def run_state(gpt, optimizers, train_loader, log, args):
-    """Return what a run needs to go on: tensors and plain values, of all ranks; all ranks call."""
-    return dict(
-        step=log.step, train_seconds=log.seconds["train"], hyperparameters=dataclasses.asdict(args),
-        model=gpt.state_dict(), train_loader=train_loader.state_dict(), rng=torch.get_rng_state(),
-        optimizers=[optimizers[0].state_dict(), optimizers[1].gathered_state_dict()])
-
-def resume(args, gpt, optimizers, train_loader):
-    """Load on all ranks the checkpoint that args.resume asks for; rank 0 reads it for them.
-
-    Returns (its path or None, step, seconds of training, run_id, lines to log). Raises ValueError
-    if it cannot be used, or if the tokens before its position are not those it was trained on.
-    """
-    path, state, lines = None, None, []
-    if args.resume and train_loader.rank == 0:
-        path, state, lines = checkpoints.find(args, gpt, optimizers)
-    run_id = args.run_id or (path.parent.name if path and args.resume == "auto" else
-                             time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex())
-    if dist.is_initialized():
-        box = [path, state, lines, run_id]
-        dist.broadcast_object_list(box)
-        path, state, lines, run_id = box
-    if path is None:
-        return None, 0, 0.0, run_id, lines
-    gpt.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"]):
-        groups = optimizer.state_dict()["param_groups"]  # ours: args define them
-        optimizer.load_state_dict(saved | dict(param_groups=groups))
-    torch.set_rng_state(state["rng"])
-    while train_loader.position < state["train_loader"]["position"]:
-        train_loader.next_batch()
-    require(train_loader.state_dict() == state["train_loader"],
-            f"{args.train_files!r} no longer holds the tokens that {path} was trained on: restore "
-            f"them, pass another --log_dir, or start anew without --resume")
-    return path, state["step"], state["train_seconds"], run_id, lines
 
 def count_graphs():
     """Return the number of graphs that torch.compile has made in this process."""
@@ -784,7 +799,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals):
                                                     "some ranks ran a line")
         if stop or (args.save_every and (last or log.step % args.save_every == 0)):
             with log.timed("checkpoint"):
-                saved.save(run_state(gpt, optimizers, train_loader, log, args))
+                saved.save(checkpoints.run_state(gpt, optimizers, train_loader, log, args))
         if stop:
             require(saved.wait(), "ended by a signal, but could not save", OSError)
             log(f"ended by a signal, saved in {saved.last}: --resume=auto goes on")
@@ -835,17 +850,18 @@ def main(args, catch=list):
     torch.manual_seed(args.seed)
     gpt = GPT(args).to(device)
     optimizers = build_optimizers(gpt, args, rank, world_size)
-    path, step, seconds, run_id, lines = resume(args, gpt, optimizers, train_loader)
+    path, step, seconds, run_id, lines = checkpoints.resume(args, gpt, optimizers, train_loader)
     log = describe.Log(args, rank, run_id, step, seconds)
     saved = checkpoints.Checkpoints(log, args.keep_checkpoints, path)
     try:
-        if rank == 0:
-            describe.header(log, __file__, args, gpt, optimizers, train_loader, val_loader,
-                            matmul_dtype(device))
-        for line in lines:
-            log(line)
-        log.seconds["setup"] = time.perf_counter() - start
-        val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals)
+        with attention_kernel(args, device) as kernel:
+            if rank == 0:
+                describe.header(log, __file__, args, gpt, optimizers, train_loader, val_loader,
+                                f"products:{matmul_dtype(device)} attention:{kernel}")
+            for line in lines:
+                log(line)
+            log.seconds["setup"] = time.perf_counter() - start
+            val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals)
     except Exception as error:
         describe.failure(error, args, log, saved.last)
         raise

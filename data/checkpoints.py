@@ -1,7 +1,7 @@
 """Checkpoints: a run's state, written whole beside training, found again and read without risk.
 
 `log_dir/run_id/state_step*.pt` is what torch.save makes of a state of tensors and plain values.
-What is in one, run_state and resume in train_gpt2.py say; how it gets to the disk and back, this.
+run_state says what is in one, resume puts it back; in between: how it gets to the disk and back.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from shards import lock
 from torch.utils._pytree import tree_map_only
 
@@ -22,7 +23,8 @@ from torch.utils._pytree import tree_map_only
 MAY_CHANGE = {
     "train_files", "val_files", "allow_repeat", "bytes_per_token", "device_batch_size",
     "val_loss_every", "val_tokens", "target_val_loss", "checksum_every", "save_every",
-    "keep_checkpoints", "resume", "log_dir", "run_id", "device", "compile", "comm_timeout",
+    "keep_checkpoints", "resume", "log_dir", "run_id", "device", "compile", "attention",
+    "comm_timeout",
 }  # fmt: skip
 OPTIMIZER_TENSORS = {  # of each parameter
     "AdamW": {"step", "exp_avg", "exp_avg_sq"},
@@ -220,3 +222,50 @@ def find(args, gpt, optimizers):
                 f"anew without --resume, with another --run_id"
             )
     return None, None, [*lines, f"resume: no checkpoint in {args.log_dir} fits: a fresh start"]
+
+
+def run_state(gpt, optimizers, train_loader, log, args):
+    """Return what a run needs to go on: tensors and plain values, of all ranks; all ranks call."""
+    return dict(
+        step=log.step,
+        train_seconds=log.seconds["train"],
+        hyperparameters=dataclasses.asdict(args),
+        model=gpt.state_dict(),
+        train_loader=train_loader.state_dict(),
+        rng=torch.get_rng_state(),
+        optimizers=[optimizers[0].state_dict(), optimizers[1].gathered_state_dict()],
+    )
+
+
+def resume(args, gpt, optimizers, train_loader):
+    """Load on all ranks the checkpoint that args.resume asks for; rank 0 reads it for them.
+
+    Returns (its path or None, step, seconds of training, run_id, lines to log). Raises ValueError
+    if it cannot be used, or if the tokens before its position are not those it was trained on.
+    """
+    path, state, lines = None, None, []
+    if args.resume and train_loader.rank == 0:
+        path, state, lines = find(args, gpt, optimizers)
+    run_id = args.run_id
+    if not run_id and path and args.resume == "auto":
+        run_id = path.parent.name
+    run_id = run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+    if dist.is_initialized():
+        box = [path, state, lines, run_id]
+        dist.broadcast_object_list(box)
+        path, state, lines, run_id = box
+    if path is None:
+        return None, 0, 0.0, run_id, lines
+    gpt.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"]):
+        groups = optimizer.state_dict()["param_groups"]  # ours: args define them
+        optimizer.load_state_dict(saved | dict(param_groups=groups))
+    torch.set_rng_state(state["rng"])
+    while train_loader.position < state["train_loader"]["position"]:
+        train_loader.next_batch()
+    if train_loader.state_dict() != state["train_loader"]:
+        raise ValueError(
+            f"{args.train_files!r} no longer holds the tokens that {path} was trained on: restore "
+            f"them, pass another --log_dir, or start anew without --resume"
+        )
+    return path, state["step"], state["train_seconds"], run_id, lines

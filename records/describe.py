@@ -94,10 +94,10 @@ def environment(device):
     return line, name.split(": ")[-1]
 
 
-def header(log, script, args, gpt, optimizers, train_loader, val_loader, products):
+def header(log, script, args, gpt, optimizers, train_loader, val_loader, kernels):
     """Log what defines a run: source, settings, environment, batch, data, optimizers.
 
-    script: the path of the training script; products: the dtype of matrix products.
+    script: the path of the training script; kernels: how products and attention are computed.
     """
     device, world_size = train_loader.device, train_loader.world_size
     log(Path(script).read_text(), show=False)
@@ -112,8 +112,7 @@ def header(log, script, args, gpt, optimizers, train_loader, val_loader, product
     for line in (
         f"log:{log.path} command:{' '.join(sys.argv)}",
         versions,
-        f"device:{name} processes:{world_size} threads:{torch.get_num_threads()} "
-        f"products:{products}",
+        f"device:{name} processes:{world_size} threads:{torch.get_num_threads()} {kernels}",
         f"batch: {args.batch_size} x {args.sequence_length} tokens = {args.batch_size // taken} "
         f"micro-batches x {world_size} processes x {taken // world_size} sequences",
         f"train data: {len(train_loader.paths)} shards, {held:,} tokens; {args.num_iterations} "
@@ -157,6 +156,12 @@ def optimizer_table(gpt, optimizers, world_size):
     ]
 
 
+def flops_per_token(gpt, args):
+    """Return the floating-point operations of a training step for a token: 6N + 12LCT."""
+    attention = 12 * args.n_layer * args.n_embd * args.sequence_length  # to all T positions
+    return 6 * sum(p.numel() for p in gpt.parameters()) + attention
+
+
 def summary(log, args, gpt, train_loader, recompiles, val_loss):
     """Log each phase's seconds, compilations, speed, this process's peak memory, the result.
 
@@ -171,9 +176,7 @@ def summary(log, args, gpt, train_loader, recompiles, val_loss):
     rate, device = train_loader.position / log.seconds["train"], train_loader.device
     speed = f"tokens/s:{rate:.0f} peak_memory:{peak:.0f}MiB"
     if device.type == "cuda" and (most := PEAK_FLOPS.get(torch.cuda.get_device_name(device))):
-        flops = 6 * sum(p.numel() for p in gpt.parameters())  # a token; attention: all T positions
-        flops += 12 * args.n_layer * args.n_embd * args.sequence_length
-        speed += f" mfu:{flops * rate / (most * train_loader.world_size):.1%}"
+        speed += f" mfu:{flops_per_token(gpt, args) * rate / (most * train_loader.world_size):.1%}"
     bits = val_loss / math.log(2) / (args.bytes_per_token or math.inf)
     log(" ".join(f"{phase}:{log.seconds[phase]:.1f}s" for phase in PHASES if phase in log.seconds))
     log(f"compile: graphs:{graphs} graph_breaks:{breaks} recompiles:{recompiles}")

@@ -51,7 +51,7 @@ def main():
 
         def save():
             start = time.perf_counter()
-            saved.save(train_gpt2.run_state(gpt, optimizers, loader, log, args))
+            saved.save(checkpoints.run_state(gpt, optimizers, loader, log, args))
             return 1000 * (time.perf_counter() - start)
 
         step()

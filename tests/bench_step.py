@@ -1,106 +1,354 @@
-"""Time a training step against the plain one: python tests/bench_step.py [--n_layer=6 ...]
+"""Time a training step against others: python tests/bench_step.py [LEVER ...] [--field=value ...]
 
-Two processes, one for each side, do a few steps in turn (A B A B ...) on the same random tokens,
-so that a drifting machine hurts both. Prints medians, ratios and each process's peak memory.
-Run it alone: another process on the same cores makes both figures worthless.
+Without names against the plain step; `all`: every lever of tests/levers.py that exists here. Each
+side has a process of its own (two for those named x2): it compiles with an empty cache (cold), once
+more with a full one (warm), and then does a few steps whenever it is its turn, in an order drawn
+anew each round, so that a drifting machine hurts all. The fields are Hyperparameters, and
+
+    --rounds=9 --steps=3    so many rounds of so many steps
+    --together=5            sides in memory at a time; each group has the script's step again
+    --loss_steps=0          afterwards train on to this step, without the clock, and validate
+    --cold=True             False: one start, with the cache that is there
+
+Without train_files the tokens are random. Ratios are to the script's step of the same round: the
+median, and the least and greatest. Run it alone: another process makes the figures worthless.
 """
 
-import multiprocessing
+import dataclasses
+import json
+import os
 import platform
+import random
 import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import plain
-
-import train_gpt2
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 SETTINGS = {
-    "n_layer": 4, "n_head": 2, "n_embd": 256, "vocab_size": 50304,
-    "batch_size": 16, "device_batch_size": 16, "sequence_length": 256,
+    "n_layer": 4, "n_head": 2, "n_embd": 256, "vocab_size": 50304, "batch_size": 16,
+    "device_batch_size": 16, "sequence_length": 256, "val_tokens": 4096, "train_files": "",
 }  # fmt: skip
-ROUNDS, STEPS = 9, 3
+OPTIONS = {"rounds": 9, "steps": 3, "together": 5, "loss_steps": 0, "cold": True}
+COLUMNS = (
+    "lever              ms/step ratio (least..greatest)   MFU   peak MiB (ratio) reserved"
+    "   cold s  warm s graphs    loss"
+)
 
 
-def worker(side, settings, pipe):
-    """Answer each request with the seconds of STEPS steps; at the end with the peak memory."""
-    args = train_gpt2.Hyperparameters(**settings)
-    torch.manual_seed(0)
-    gpt = train_gpt2.GPT(args)
-    tokens = torch.randint(args.vocab_size, (args.batch_size * args.sequence_length + 1,))
-    inputs = tokens[:-1].view(args.batch_size, -1)
-    targets = tokens[1:].view(args.batch_size, -1)
-    if side == "ours":
-        optimizers = train_gpt2.build_optimizers(gpt, args, 0, 1)
-        gpt.compile(dynamic=False, fullgraph=True)
+# ---------------------------------------------------------------------------
+# a side, in its own process: reads a command a line from stdin, answers with a line of JSON
 
-        def step():
-            return train_gpt2.train_step(gpt, optimizers, inputs, targets, 1.0, args)
-    else:
-        model = plain.PlainGPT(args)
+
+def tokens_of(args, rank, world_size, device):
+    """Yield (inputs, targets) of this rank for ever: of train_files, or always the same, random."""
+    import torch
+
+    import train_gpt2
+
+    if args.train_files:
+        loader = train_gpt2.DistributedDataLoader(
+            args.train_files, args.batch_size, args.sequence_length, rank, world_size, device,
+            allow_repeat=True, vocab_size=args.vocab_size,
+        )  # fmt: skip
+        while True:
+            yield loader.next_batch()
+    generator = torch.Generator().manual_seed(0)
+    shape = args.batch_size * args.sequence_length + 1
+    tokens = torch.randint(args.vocab_size, (shape,), generator=generator).to(device)
+    both = tokens[:-1].view(-1, args.sequence_length), tokens[1:].view(-1, args.sequence_length)
+    part = slice(rank * len(both[0]) // world_size, (rank + 1) * len(both[0]) // world_size)
+    while True:
+        yield both[0][part], both[1][part]
+
+
+def prepare_step(run, gpt, args, device, world_size, rank):
+    """Return (model, step): step(inputs, targets) trains once and returns the loss, a tensor."""
+    import plain
+    import torch
+
+    import train_gpt2
+
+    if run.plain:
+        model = plain.PlainGPT(args).to(device)
         model.load_state_dict(gpt.state_dict())
-        del gpt
-        dtype = train_gpt2.matmul_dtype(torch.device("cpu"))  # of both sides: that of the machine
+        dtype = train_gpt2.matmul_dtype(device)  # of both sides: that of the machine
         optimizers = plain.plain_optimizers(model, args, dtype)
+        if run.plain_compiled:
+            model.compile(dynamic=False)
+        return model, lambda x, y: plain.plain_step(
+            model, optimizers, x, y, dtype, args.device_batch_size
+        )
+    optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
+    largest = torch.zeros(len(list(gpt.parameters())), device=device)
+    if args.compile:
+        run.compile(gpt)
+    return gpt, lambda x, y: train_gpt2.train_step(gpt, optimizers, x, y, 1.0, args, largest)
 
-        def step():
-            return plain.plain_step(model, optimizers, inputs, targets, dtype)
 
-    losses = [step().item() for _ in range(3)]  # compiles, allocates
-    pipe.send(losses)
-    while pipe.recv():
+def work(name, settings, rank, world_size, rendezvous):
+    """Be the side `name`: answer each line of stdin until the line `end`."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints goes to stderr
+    import torch
+    import torch._dynamo
+    import torch.distributed as dist
+    from levers import LEVERS
+
+    import train_gpt2
+
+    def say(**values):
+        print(json.dumps(values), file=answer, flush=True)
+
+    run = SimpleNamespace(
+        settings=settings, plain=False, plain_compiled=False, ddp=None,
+        compile=lambda gpt: gpt.compile(dynamic=False, fullgraph=True),
+    )  # fmt: skip
+    LEVERS[name].change(train_gpt2, run)
+    args = train_gpt2.Hyperparameters(**run.settings)
+    _, _, device = train_gpt2.place_in_world(args)
+    if world_size > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=300),
+        )  # fmt: skip
+    torch.manual_seed(args.seed)
+    gpt = train_gpt2.GPT(args).to(device)
+    model, step = prepare_step(run, gpt, args, device, world_size, rank)
+    batches, done = tokens_of(args, rank, world_size, device), 0
+
+    def steps(count):
+        nonlocal done
         start = time.perf_counter()
-        for _ in range(STEPS):
-            step().item()
-        pipe.send((time.perf_counter() - start) / STEPS)
-    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        for _ in range(count):
+            loss = step(*next(batches)).item()
+        done += count
+        return time.perf_counter() - start, loss
+
+    def turn(count):
+        """Time steps; a GPU's memory is lent from side to side, and got back in a step before."""
+        if device.type == "cuda":
+            steps(1)
+        seconds, loss = steps(count)
+        torch.cuda.empty_cache()  # does nothing without one
+        return seconds, loss
+
+    with train_gpt2.attention_kernel(args, device) as kernel:
+        seconds, loss = steps(1)
+        cuda = device.type == "cuda"
+        peak = train_gpt2.describe.PEAK_FLOPS.get(torch.cuda.get_device_name() if cuda else "")
+        say(
+            compile=seconds, loss=loss, kernel=kernel, device=str(device), torch=torch.__version__,
+            name=torch.cuda.get_device_name() if cuda else platform.processor(),
+            threads=torch.get_num_threads(), products=str(train_gpt2.matmul_dtype(device)),
+            flops=train_gpt2.describe.flops_per_token(gpt, args), peak=peak,
+        )  # fmt: skip
+        for line in sys.stdin:
+            command, *rest = line.split()
+            if command == "end":
+                break
+            if command == "steps":
+                seconds, loss = turn(int(rest[0]))
+                say(seconds=seconds, loss=loss)
+            elif command == "loss":
+                steps(max(0, int(rest[0]) - done))
+                val_loader = train_gpt2.DistributedDataLoader(
+                    args.val_files, args.device_batch_size * world_size, args.sequence_length, rank,
+                    world_size, device, allow_repeat=True, vocab_size=args.vocab_size,
+                )  # fmt: skip
+                say(loss=train_gpt2.evaluate(model, val_loader, args.val_tokens), steps=done)
+            elif command == "memory":
+                mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+                reserved = None
+                if cuda:
+                    mib = torch.cuda.max_memory_allocated() / 2**20
+                    reserved = torch.cuda.max_memory_reserved() / 2**20
+                graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+                say(memory=mib, reserved=reserved, graphs=graphs)
+    if world_size > 1:
+        dist.destroy_process_group()
 
 
-def start(side, settings, context):
-    """Return the pipe to a new worker that has done its first steps."""
-    near, far = context.Pipe()
-    context.Process(target=worker, args=(side, settings, far), daemon=True).start()
-    losses = near.recv()  # one side compiles after the other
-    print(f"{side:5s} losses of the first steps: {' '.join(f'{x:.4f}' for x in losses)}")
-    return near
+# ---------------------------------------------------------------------------
+# the table
 
 
-def main():
-    settings = dict(SETTINGS)
-    for argument in sys.argv[1:]:
-        name, _, value = argument.removeprefix("--").partition("=")
-        settings[name] = int(value)
-    context = multiprocessing.get_context("spawn")
-    seconds, memory = {"ours": [], "plain": []}, {}
-    pipes = {side: start(side, settings, context) for side in seconds}
-    for _ in range(ROUNDS):
-        for side, pipe in pipes.items():
-            pipe.send(True)
-            seconds[side].append(pipe.recv())
-    for side, pipe in pipes.items():
-        pipe.send(False)
-        memory[side] = pipe.recv()
-    tokens = settings["batch_size"] * settings["sequence_length"]
-    products = train_gpt2.matmul_dtype(torch.device("cpu"))
-    print(f"\ntorch {torch.__version__}, {torch.get_num_threads()} threads, "
-          f"products in {products}, {platform.platform()}")  # fmt: skip
-    print(f"{settings}\n{ROUNDS} rounds of {STEPS} steps a side, in turn\n")
-    print("side   ms/step (median, min..max)    tokens/s   peak memory")
-    for side, times in seconds.items():
-        ms = [1000 * t for t in times]
-        median = statistics.median(ms)
-        spread = f"{median:8.1f} ({min(ms):.1f}..{max(ms):.1f})"
-        print(f"{side:5s} {spread:30s} {1000 * tokens / median:9.0f} {memory[side]:9.0f} MiB")
-    ratios = [b / a for a, b in zip(seconds["ours"], seconds["plain"])]
-    print(f"\ntokens/s, ours / plain: {statistics.median(ratios):.2f} "
-          f"({min(ratios):.2f}..{max(ratios):.2f}) round by round")  # fmt: skip
-    print(f"peak memory, ours / plain: {memory['ours'] / memory['plain']:.2f}")
+class Side:
+    """A lever's processes; raises RuntimeError with the last line of stderr when one ends."""
+
+    def __init__(self, lever, settings, cache):
+        self.lever, self.errors = lever, tempfile.TemporaryFile("w+")
+        self.seconds, self.figures = [], {}
+        rendezvous = tempfile.mktemp()
+        environment = os.environ | lever.environment | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        if lever.processes > 1:
+            environment["OMP_NUM_THREADS"] = "1"
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", json.dumps(
+                    [lever.name, settings, rank, lever.processes, rendezvous])],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+                env=environment,
+            )
+            for rank in range(lever.processes)
+        ]  # fmt: skip
+        self.hear()
+
+    def hear(self):
+        answers = [process.stdout.readline() for process in self.processes]
+        if not all(answers):
+            self.errors.seek(0)
+            lines = [line for line in self.errors.read().splitlines() if line.strip()] or ["?"]
+            raise RuntimeError(next((x for x in reversed(lines) if "Error" in x), lines[-1])[:150])
+        self.figures |= json.loads(answers[0])
+        return self.figures
+
+    def ask(self, command):
+        for process in self.processes:
+            print(command, file=process.stdin, flush=True)
+        return self.hear()
+
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def start(lever, settings, cold):
+    """Return a Side that has done its first step, its figures with cold and warm seconds."""
+    if not cold:
+        side = Side(lever, settings, os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+        side.figures["warm"] = side.figures["compile"]
+        return side
+    with tempfile.TemporaryDirectory() as cache:
+        side = Side(lever, settings, cache)
+        seconds = side.figures["compile"]
+        side.end()
+        side = Side(lever, settings, cache)
+    side.figures |= {"cold": seconds, "warm": side.figures["compile"]}
+    return side
+
+
+def measure(sides, options):
+    """Let all sides do their rounds; fill in their figures. One that fails leaves its error."""
+
+    def ask(side, command):
+        try:
+            return side.ask(command)
+        except (RuntimeError, OSError) as error:
+            side.figures["failed"] = str(error)
+
+    for _ in range(options["rounds"]):
+        for side in random.sample(sides, len(sides)):
+            if "failed" not in side.figures and ask(side, f"steps {options['steps']}"):
+                side.seconds.append(side.figures["seconds"] / options["steps"])
+    for side in sides:
+        side.figures.pop("loss", None)
+        for command in ["memory"] + [f"loss {options['loss_steps']}"] * bool(options["loss_steps"]):
+            "failed" in side.figures or ask(side, command)
+        side.end()
+
+
+def row(side, base, tokens):
+    """Return a line of the table."""
+    now, name = side.figures, f"{side.lever.name:22s}"
+    if "failed" in now or not side.seconds:
+        return f"{name} failed: {now.get('failed')}"
+    ms = 1000 * statistics.median(side.seconds)
+    ratios = [b / a for a, b in zip(base.seconds, side.seconds)]
+    spread = f"{statistics.median(ratios):5.3f} ({min(ratios):.3f}..{max(ratios):.3f})"
+    mfu = "n/a"
+    if now["peak"]:
+        mfu = f"{now['flops'] * tokens / ms * 1000 / now['peak']:.1%}"
+    reserved = f"{now['reserved']:.0f}" if now["reserved"] else "n/a"
+    loss = f"{now['loss']:.4f}" if "loss" in now else "n/a"
+    cold, warm = (f"{now[key]:.1f}" if key in now else "n/a" for key in ("cold", "warm"))
+    memory = f"{now['memory']:.0f} ({now['memory'] / base.figures['memory']:.2f})"
+    return (
+        f"{name} {ms:8.1f} {spread:22s} {mfu:>6s} {memory:>14s} {reserved:>8s} "
+        f"{cold:>8s} {warm:>7s} {now['graphs']:6d} {loss:>7s}"
+    )
+
+
+def available(lever, device, products):
+    """Return why a lever cannot be measured here, or an empty string."""
+    have = {device, products.removeprefix("torch.").replace("bfloat16", "bf16")}
+    if lever.needs and lever.needs not in have:
+        return f"needs {lever.needs}"
+    return ""
+
+
+def main(argv):
+    import torch
+    from levers import LEVERS
+
+    import train_gpt2
+
+    fields = [f"--{name}={value}" for name, value in SETTINGS.items()]
+    options, names = dict(OPTIONS), []
+    for argument in argv:
+        name, _, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--"):
+            names += LEVERS if argument == "all" else [argument]
+        elif name in OPTIONS:
+            options[name] = text == "True" if name == "cold" else int(text)
+        else:
+            fields.append(argument)
+    if unknown := [name for name in names if name not in LEVERS]:
+        sys.exit(f"{unknown} are no levers: give all, or some of {list(LEVERS)}")
+    args = train_gpt2.parse_args(fields)
+    settings = dataclasses.asdict(args)
+    if options["loss_steps"] and not args.train_files:
+        sys.exit("--loss_steps needs real text: give --train_files and --val_files")
+    _, _, device = train_gpt2.place_in_world(args)
+    products = str(train_gpt2.matmul_dtype(device))
+    print(f"command: python {' '.join(sys.argv)}\n{args}\n{options}", flush=True)
+    print(f"torch {torch.__version__}, {platform.platform()}, products in {products}")
+    names = names or ["plain"]
+    for processes in (1, 2):
+        wanted = [LEVERS[name] for name in names if LEVERS[name].processes == processes]
+        for lever in wanted:
+            if reason := available(lever, device.type, products):
+                print(f"{lever.name:22s} n/a: {reason}", flush=True)
+        wanted = [x for x in wanted if not available(x, device.type, products)]
+        script = LEVERS["script" if processes == 1 else "script x2"]
+        wanted = [lever for lever in wanted if lever is not script]
+        size = max(1, options["together"] - 1)
+        for i in range(0, len(wanted), size):
+            compare([script, *wanted[i : i + size]], settings, options, args)
+    print("done")
+
+
+def compare(levers, settings, options, args):
+    """Measure a group of levers, the script's step first, and print its table."""
+    sides = []
+    for lever in levers:
+        try:
+            sides.append(start(lever, settings, options["cold"]))
+        except RuntimeError as error:
+            print(f"{lever.name:22s} failed: {error}", flush=True)
+    if not sides or sides[0].lever is not levers[0]:
+        return
+    measure(sides, options)
+    now = sides[0].figures
+    print(f"\n{now['device']} {now['name']}, {now['threads']} threads, attention: {now['kernel']}")
+    print(COLUMNS)
+    for side in sides:
+        print(row(side, sides[0], args.batch_size * args.sequence_length), flush=True)
+    for side in sides:
+        print(f"seconds {side.lever.name}: {' '.join(f'{s:.4f}' for s in side.seconds)}")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--worker"]:
+        work(*json.loads(sys.argv[2]))
+    else:
+        main(sys.argv[1:])

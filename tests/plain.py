@@ -17,7 +17,8 @@ def norm(x):
 
 def rotate(x, base=10000.0):  # (B, T, H, D)
     D = x.size(-1)
-    angles = torch.outer(torch.arange(x.size(1)), base ** -(torch.arange(0, D, 2) / D))
+    frequencies = base ** -(torch.arange(0, D, 2, device=x.device) / D)
+    angles = torch.outer(torch.arange(x.size(1), device=x.device), frequencies)
     turn = torch.polar(torch.ones_like(angles), -angles)[:, None, :]  # complex: x1 + i x2
     turned = torch.complex(x[..., : D // 2].float(), x[..., D // 2 :].float()) * turn
     return torch.cat([turned.real, turned.imag], dim=-1).type_as(x)
@@ -49,6 +50,8 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
+    dtype = torch.float32  # bfloat16: under autocast
+
     def __init__(self, args):
         super().__init__()
         self.wte = nn.Embedding(args.vocab_size, args.n_embd)
@@ -57,6 +60,10 @@ class PlainGPT(nn.Module):
         self.wte.weight = self.lm_head.weight
 
     def forward(self, inputs, targets):
+        with torch.autocast(inputs.device.type, torch.bfloat16, self.dtype == torch.bfloat16):
+            return self.loss(inputs, targets)
+
+    def loss(self, inputs, targets):
         x = self.wte(inputs)
         for block in self.h:
             x = block(x)
@@ -114,12 +121,15 @@ def plain_optimizers(model, args, dtype=torch.bfloat16):
     return [adamw, muon]
 
 
-def plain_step(model, optimizers, inputs, targets, dtype=torch.bfloat16):
-    """One step on one batch, under autocast if dtype is bf16; return the loss."""
-    with torch.autocast(inputs.device.type, torch.bfloat16, dtype == torch.bfloat16):
-        loss = model(inputs, targets)
-    loss.backward()
+def plain_step(model, optimizers, inputs, targets, dtype=torch.bfloat16, device_batch_size=None):
+    """One step, device_batch_size sequences at a time, all by default; return the mean loss."""
+    size, total = device_batch_size or len(inputs), torch.zeros((), device=inputs.device)
+    model.dtype = dtype
+    for x, y in zip(inputs.split(size), targets.split(size)):
+        loss = model(x, y) * (len(x) / len(inputs))
+        loss.backward()
+        total += loss.detach()
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    return loss.detach()
+    return total

@@ -248,7 +248,8 @@ def test_validation_counts_exactly_val_tokens(tiny):
     gpt, _, args = tiny_model(tiny)
     loader = DistributedDataLoader(args.val_files, 1, 16, 0, 1, "cpu")
     tokens = torch.from_numpy(loader.read(0, args.val_tokens + 1)[0].astype("int64"))
-    with torch.no_grad(), train_gpt2.bf16_autocast(torch.device("cpu")):
+    train_gpt2.cast_weights(gpt, train_gpt2.matmul_dtype(torch.device("cpu")))
+    with torch.no_grad():
         expected = gpt(tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)).item()
     assert args.val_tokens // 16 == 19  # a prime number of sequences
     for batch_size in (1, 4, 19, 24):

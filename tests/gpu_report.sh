@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# bash tests/gpu_report.sh DIR [PART ...]   what a CUDA machine should tell of this code
+#
+# Without names all parts but `run`, most valuable first, within LIMIT seconds (default 530). Each
+# writes its own text file into DIR at once, so whatever cuts it leaves the rest:
+#   environment  the machine, its versions
+#   default      40 steps of the default settings: cold start, then 15 steps with a warm cache
+#   plain        their step against the plain one, in turn; memory at device_batch_size 64
+#   muon         tests/bench_muon.py
+#   tests        pytest -m cuda
+#   resume       killed, gone on: bit-identical?
+#   levers       tests/bench_step.py with LEVERS (names with commas between; default: all), the
+#                dearest questions first, as many as the time allows
+#   run          RUN_STEPS steps of the default settings (default 520, over 8 minutes on an H200),
+#                and a picture; alone, since it needs the whole limit
+#   plain_run    PLAIN_STEPS steps of the plain implementation, to compare with run at equal time
+# DATA: folder with train_*.bin and val_*.bin, or .bin.xz. PYTHON: interpreter with torch.
+# DEVICE=cpu tries the script itself with a tiny model.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:?usage: bash tests/gpu_report.sh DIR [PART ...]}
+shift
+python=${PYTHON:-python3} device=${DEVICE:-cuda} end=$((SECONDS + ${LIMIT:-530}))
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/data:$PWD/records${PYTHONPATH:+:$PYTHONPATH}"
+mkdir -p "$out"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export TORCHINDUCTOR_CACHE_DIR=$work/inductor
+
+"$python" - "${DATA:?DATA must name the folder of the shards}" "$work" <<'EOF'
+import lzma, pathlib, sys
+source, work = map(pathlib.Path, sys.argv[1:])
+for path in sorted(source.glob("*.bin*")):
+    opened = lzma.open(path) if path.suffix == ".xz" else path.open("rb")
+    (work / path.name.removesuffix(".xz")).write_bytes(opened.read())
+EOF
+data=(--train_files="$work/train_*.bin" --val_files="$work/val_*.bin" --allow_repeat=True
+    --log_dir="$work/logs" --device="$device")
+if [ "$device" = cpu ]; then # the same parts, small enough to be tried in minutes
+    data+=(--n_layer=2 --n_head=2 --n_embd=64 --sequence_length=64 --batch_size=16
+        --device_batch_size=8 --val_tokens=4096)
+    default=("${data[@]}") small=("${data[@]}") many=6 few=3 rounds=2 loss_steps=10
+else
+    default=("${data[@]}" --val_tokens=1048576)
+    small=("${data[@]}" --batch_size=64 --device_batch_size=64 --n_layer=12 --n_head=6
+        --n_embd=768 --sequence_length=1024 --val_tokens=1048576)
+    many=40 few=15 rounds=5 loss_steps=200
+fi
+
+# run_part NAME command ...: into DIR/NAME.txt, ended when the time is over
+run_part() {
+    local left=$((end - SECONDS))
+    [ "$left" -gt 5 ] || { echo "$1: no time left"; return; }
+    echo "== $1 (of $left s left)"
+    timeout --signal=INT --kill-after=10 "$left" "${@:2}" 2>&1 | sed "s#$work/##g" >"$out/$1.txt"
+    echo "== $1: exit ${PIPESTATUS[0]} after $((SECONDS))s"
+    tail -n 4 "$out/$1.txt"
+}
+
+environment() {
+    run_part environment bash -c "nvidia-smi; '$python' -c 'import torch; print(torch.__version__,
+torch.version.cuda, torch.cuda.is_available() and torch.cuda.get_device_properties(0),
+torch.backends.cudnn.version())'; lscpu | head -20; git log -1 --format=%H 2>/dev/null"
+}
+default() {
+    run_part default_cold "$python" train_gpt2.py "${default[@]}" --num_iterations="$many" \
+        --val_loss_every=0 --run_id=cold
+    run_part default_warm "$python" train_gpt2.py "${default[@]}" --num_iterations="$few" \
+        --val_loss_every=0 --run_id=warm
+    cp "$work"/logs/{cold,warm}.txt "$out" 2>/dev/null
+}
+plain() {
+    if [ "$device" = cpu ]; then local full=(); else local full=(--batch_size=512); fi
+    run_part plain "$python" tests/bench_step.py plain "${small[@]}" "${full[@]}" \
+        --rounds=5 --steps=1 --cold=False
+}
+muon() { run_part muon "$python" tests/bench_muon.py; }
+tests() { run_part tests "$python" -m pytest -v -m cuda tests/test_cuda.py \
+    --cuda_tests_on="$device" -p no:cacheprovider; }
+resume() {
+    local settings=("${small[@]}" --num_iterations="$few" --val_loss_every=0 --save_every="$few"
+        --run_id=whole)
+    run_part resume_whole "$python" train_gpt2.py "${settings[@]}"
+    settings+=(--run_id=cut --save_every=3 --keep_checkpoints=1)
+    "$python" train_gpt2.py "${settings[@]}" >"$work/cut.txt" 2>&1 &
+    for _ in $(seq 300); do
+        sleep 0.2
+        compgen -G "$work/logs/cut/state_step*.pt" >"$work/seen" && break
+    done
+    kill -KILL $!
+    run_part resume_cut "$python" train_gpt2.py "${settings[@]}" --resume=auto
+    run_part resume "$python" -c "
+import torch
+whole, cut = (torch.load('$work/logs/%s/state_step%06d.pt' % (name, $few), weights_only=True)['model']
+              for name in ('whole', 'cut'))
+worst = max((whole[name] - cut[name]).abs().max().item() for name in whole)
+print('killed after a checkpoint and gone on: greatest difference of a weight', worst)"
+}
+levers() {
+    local names
+    IFS=, read -ra names <<<"${LEVERS:-all}"
+    run_part levers "$python" tests/bench_step.py "${names[@]}" "${small[@]}" \
+        --rounds="$rounds" --steps=4 --loss_steps="$loss_steps"
+}
+run() {
+    run_part run "$python" train_gpt2.py "${default[@]}" --num_iterations="${RUN_STEPS:-520}" \
+        --warmdown_iters="$((${RUN_STEPS:-520} * 3 / 10))" --val_loss_every=40 --run_id=run
+    cp "$work/logs/run.txt" "$out/run_log.txt"
+    run_part picture "$python" records/report.py "$out/run_log.txt" --picture="$out/run.png"
+}
+plain_run() {
+    run_part plain_run "$python" tests/plain_run.py "${default[@]}" \
+        --num_iterations="${PLAIN_STEPS:-400}" --warmdown_iters="$((${PLAIN_STEPS:-400} * 3 / 10))" \
+        --val_loss_every=40 --run_id=plain_run
+    cp "$work/logs/plain_run.txt" "$out/plain_run_log.txt"
+}
+
+for part in ${*:-environment default plain muon tests resume levers}; do
+    "$part"
+done
