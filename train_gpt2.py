@@ -118,8 +118,7 @@ AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "devi
                 "comm_timeout")
 LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express"),
          "attention": ("auto", *SDPA)}
-# logits made at a time: 128 MB of bf16; more where that would be over 8 chunks
-CHUNK_LOGITS, MAX_CHUNKS = 2**26, 8
+CHUNK_LOGITS, MAX_CHUNKS = 2**26, 8  # logits made at a time: 128 MB of bf16, at least N / 8
 
 # -----------------------------------------------------------------------------
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
@@ -216,10 +215,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Mean of cross_entropy(x @ weight.T, targets) over the targets that are not -1.
 
     Logits, the largest tensor of a step, exist for one chunk of tokens at a time: gradients are
-    computed along with the loss, and none kept for backward.
-    x: (N, C), float32 or bfloat16; weight: (V, C) float32, which gets the gradient; low: weight in
-    the dtype of x; targets: (N,) int64. Returns a float32 scalar. Products are in the dtype of x,
-    the loss and the sum of weight gradients in float32.
+    computed along with the loss, and none kept for backward. x: (N, C) float32 or bfloat16;
+    weight: (V, C) float32, whose gradient is summed in float32; low: weight in the dtype of x,
+    that of all products; targets: (N,) int64. Returns a float32 scalar.
     """
 
     @staticmethod
@@ -674,10 +672,7 @@ def place_in_world(args):
 
 @contextlib.contextmanager
 def attention_kernel(args, device):
-    """Let attention take the first kernel of SDPA that can here; yield which. ValueError if none.
-
-    So args.attention="auto"; another value leaves it only that one.
-    """
+    """Let attention take args.attention, or the first kernel that can; yield which; ValueError."""
     can = SDPA if args.attention == "auto" else {args.attention: SDPA[args.attention]}
     ordered = "set_priority" in inspect.signature(sdpa_kernel).parameters  # since torch 2.6
     shape = args.device_batch_size, args.sequence_length, args.n_head, args.n_embd // args.n_head
@@ -755,10 +750,6 @@ def warm_up(gpt, optimizers, args, train_loader):
     for optimizer, state in zip(optimizers, states):
         optimizer.state = state
 
-def count_graphs():
-    """Return the number of graphs that torch.compile has made in this process."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
 def train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals):
     """Compile, then train and validate by turns; return the last validation loss.
 
@@ -770,7 +761,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals):
     gpt.compile(dynamic=False, fullgraph=True, disable=not args.compile)
     with log.timed("compile"):
         warm_up(gpt, optimizers, args, train_loader)
-    first_graphs = graphs = count_graphs()
+    first_graphs = graphs = describe.count_graphs()
     def validate():
         with log.timed("validation"):
             loss = evaluate(gpt, val_loader, args.val_tokens)
@@ -789,7 +780,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals):
         if not math.isfinite(loss):
             check_finite(largest, names)
         log(log.progress("train_loss", loss))
-        if graphs < (graphs := count_graphs()):
+        if graphs < (graphs := describe.count_graphs()):
             log("warning: compiled anew after the warm-up; TORCH_LOGS=recompiles says why")
         last = log.step == args.num_iterations
         if dist.is_initialized() and (log.step == first_step + 1 or last or

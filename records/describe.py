@@ -156,6 +156,11 @@ def optimizer_table(gpt, optimizers, world_size):
     ]
 
 
+def count_graphs():
+    """Return the number of graphs that torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def flops_per_token(gpt, args):
     """Return the floating-point operations of a training step for a token: 6N + 12LCT."""
     attention = 12 * args.n_layer * args.n_embd * args.sequence_length  # to all T positions
@@ -167,8 +172,7 @@ def summary(log, args, gpt, train_loader, recompiles, val_loss):
 
     recompiles: graphs made after the warm-up.
     """
-    counters = torch._dynamo.utils.counters
-    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    graphs, breaks = count_graphs(), sum(torch._dynamo.utils.counters["graph_break"].values())
     if torch.cuda.is_initialized():
         peak = torch.cuda.max_memory_allocated() / 2**20
     else:

@@ -193,10 +193,11 @@ def trace_folder(args):
 
 def main(args):
     """Profile steps of a run as args say, here or in torchrun's processes; rank 0 prints."""
-    run = set_up(args)
+    with train_gpt2.attention_kernel(args, train_gpt2.place_in_world(args)[2]):
+        run = set_up(args)
+        *groups, profiler = measure(run)
     loader = run.train_loader
     trace = trace_folder(args) / f"trace_rank{loader.rank}.json.gz"
-    *groups, profiler = measure(run)
     profiler.export_chrome_trace(str(trace))
     means = {part: statistics.mean(step[part] for step in groups[1]) for part in PARTS}
     ranks = [compare_ranks(means)] if dist.is_initialized() else []

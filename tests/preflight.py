@@ -198,11 +198,14 @@ def estimate_memory(args, gpt, muon, dtype, micro):
     low = dtype.itemsize  # bytes of a product's result
     momentum = max(describe.owned_values(muon))
     fixed = 8 * everything + 8 * head + 2 * (everything - head) + 4 * momentum
+    if low < 4:  # weights, and the gradients of a micro-batch, in it too
+        fixed += 2 * low * everything
     tokens = micro * args.sequence_length
     # of width C: residual and its norm twice; q, k, v, normed and turned q and k, attention's
     # result; of width 4 C: before and after the square
-    block = tokens * args.n_embd * (2 * (4 + low) + 6 * low + 2 * 4 * low)
-    chunk = max(math.ceil(tokens / 8), min(tokens, train_gpt2.CHUNK_LOGITS // args.vocab_size))
+    block = tokens * args.n_embd * (4 + 6 + 2 * 4) * low
+    chunk = min(tokens, train_gpt2.CHUNK_LOGITS // args.vocab_size)
+    chunk = max(math.ceil(tokens / train_gpt2.MAX_CHUNKS), chunk)
     logits = chunk * args.vocab_size * 2 * low + head * (4 + low)
     torch_itself = 0 if gpt.lm_head.weight.is_cuda else 2**28
     return torch_itself + fixed + args.n_layer * block + logits

@@ -141,6 +141,53 @@ def test_longer_inputs_than_built_for_are_refused():
         gpt(torch.zeros(1, 17, dtype=torch.long))
 
 
+def test_in_bf16_only_weights_gradients_and_losses_are_float32():
+    gpt, args = make_model()
+    train_gpt2.cast_weights(gpt, torch.bfloat16)
+    seen = []
+    for module in gpt.modules():
+        if isinstance(module, (train_gpt2.Linear, train_gpt2.Block, train_gpt2.Rotary)):
+            module.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    loss = gpt(*make_batch(args))
+    loss.backward()
+    assert len(seen) == args.n_layer * 9 and set(seen) == {torch.bfloat16}
+    assert {loss.dtype, *(p.grad.dtype for p in gpt.parameters())} == {torch.float32}
+    reference, _ = make_model()
+    expected = reference(*make_batch(args))
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
+    for p, q in zip(gpt.parameters(), reference.parameters()):
+        assert F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.99
+
+
+def test_weights_are_cast_once_a_step_and_micro_batches_add_up_in_float32(monkeypatch):
+    monkeypatch.setattr(train_gpt2, "matmul_dtype", lambda device: torch.bfloat16)
+    gpt, args = make_model(device_batch_size=2, batch_size=6)
+    inputs, targets = make_batch(args, rows=6)
+    casts, copy = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b: casts.append(len(a)) or copy(a, b))
+    optimizers, kept = build_optimizers(gpt, args, 0, 1), {}
+    sync = train_gpt2.sync_gradients
+    monkeypatch.setattr(
+        train_gpt2, "sync_gradients",
+        lambda o: kept.update({p: p.grad.clone() for p in gpt.parameters()}) or sync(o),
+    )  # fmt: skip
+    lone, _ = make_model()
+    train_step(gpt, optimizers, inputs, targets, 1.0, args)
+    assert casts == [1 + 6 * args.n_layer]  # the head; the blocks' matrices
+    for p in gpt.h.parameters():
+        assert p.dtype == kept[p].dtype == torch.float32
+    train_gpt2.cast_weights(lone, torch.bfloat16)
+    sums = [torch.zeros_like(p) for p in lone.h.parameters()]
+    for x, y in zip(inputs.split(2), targets.split(2)):
+        (lone(x, y) * (2 / 6)).backward()
+        for total, p in zip(sums, lone.h.parameters()):
+            total += p.grad
+            p.grad = None
+    for p, total in zip(gpt.h.parameters(), sums):
+        assert torch.equal(kept[p], total)
+
+
 def test_a_few_batches_are_learnt_by_heart():
     args = Hyperparameters(**{**TINY, "n_embd": 64, "num_iterations": 150, "warmdown_iters": 50})
     torch.manual_seed(0)

@@ -142,12 +142,12 @@ def test_the_clocks_compile_nothing_anew(fields, monkeypatch):
 
     monkeypatch.setattr(GPT, "compile", without_a_compiler)
     torch._dynamo.reset()
-    start = train_gpt2.count_graphs()
+    start = train_gpt2.describe.count_graphs()
     run = step_profile.set_up(Hyperparameters(**{**fields, "compile": True, "n_layer": 1}))
-    graphs = train_gpt2.count_graphs()
+    graphs = train_gpt2.describe.count_graphs()
     assert graphs == start + 2  # of training and of validation
     step_profile.measure(run)
-    assert train_gpt2.count_graphs() == graphs
+    assert train_gpt2.describe.count_graphs() == graphs
 
 
 def test_no_figure_where_the_peak_is_unknown_and_the_right_one_where_it_is(
