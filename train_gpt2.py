@@ -675,7 +675,7 @@ def attention_kernel(args, device):
     """Let attention take args.attention, or the first kernel that can; yield which; ValueError."""
     can = SDPA if args.attention == "auto" else {args.attention: SDPA[args.attention]}
     ordered = "set_priority" in inspect.signature(sdpa_kernel).parameters  # since torch 2.6
-    shape = args.device_batch_size, args.sequence_length, args.n_head, args.n_embd // args.n_head
+    shape = 1, args.sequence_length, args.n_head, args.n_embd // args.n_head
     q = torch.ones(shape, dtype=matmul_dtype(device), device=device, requires_grad=True)
     q = q.transpose(1, 2)
     with sdpa_kernel([*can.values()], **{"set_priority": True} if ordered else {}):

@@ -1,5 +1,6 @@
-"""Shared helpers: shards made for a test, and functions run by several gloo ranks."""
+"""Shared helpers: shards for a test, the device of tests/test_cuda.py, functions on gloo ranks."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -65,6 +66,27 @@ def books(tmp_path):
     for name in ("train_000001.bin", "val_000000.bin"):
         (tmp_path / name).write_bytes(lzma.open(source / f"{name}.xz").read())
     return tmp_path
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cuda_tests_on", default="cuda", choices=("cuda", "cpu"),
+        help="cpu: try the tests of tests/test_cuda.py without a GPU",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def device(request):
+    """The device of a CUDA test, free of the graphs and the memory of the tests before it."""
+    kind = request.config.getoption("cuda_tests_on")
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here; --cuda_tests_on=cpu tries what can run without")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def run_script(settings, processes=1, env=None, timeout=240):
