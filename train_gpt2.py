@@ -25,7 +25,6 @@ import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch import config as functorch
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = f"{ROOT}/data", f"{ROOT}/records"
 import checkpoints  # noqa: E402  a run's state on the disk
 import describe  # noqa: E402  a run's words: log, header, summary, failure
+import processes  # noqa: E402  how those of torchrun find each other
 from shards import SHARD_HEADER, shard_size  # noqa: E402  the format of the data
 
 
@@ -663,9 +664,9 @@ def place_in_world(args):
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available()):
         return rank, world_size, torch.device("cpu")
-    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    require(processes <= gpus,
-            f"{processes} processes on this machine but {gpus} GPUs visible: give torchrun "
+    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    require(local <= gpus,
+            f"{local} processes on this machine but {gpus} GPUs visible: give torchrun "
             f"--nproc_per_node={gpus or 'N for N GPUs'}, or pass --device=cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     return rank, world_size, torch.device("cuda", torch.cuda.current_device())
@@ -731,6 +732,11 @@ def check_ranks_agree(values, sentence):
         differ = [rank for rank, value in enumerate(held) if value != max(held, key=held.count)]
         require(not differ, f"the ranks {differ} hold another {key} than the others: {sentence}")
 
+def compile_whole(gpt, enabled=True):
+    """Let torch.compile make one graph of gpt; in backward it computes cheap activations again."""
+    functorch.activation_memory_budget = 0.8  # norms and squares are cheap, attention is not
+    gpt.compile(dynamic=False, fullgraph=True, disable=not enabled)
+
 def warm_up(gpt, optimizers, args, train_loader):
     """Compile all by a training and a validation step on the first tokens; leave no trace."""
     T, device = args.sequence_length, train_loader.device
@@ -758,7 +764,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals):
     device, first_step = train_loader.device, log.step
     names = {p: name for name, p in gpt.named_parameters()}
     largest = torch.zeros(len(names), device=device)  # gradient of each parameter, on this rank
-    gpt.compile(dynamic=False, fullgraph=True, disable=not args.compile)
+    compile_whole(gpt, args.compile)
     with log.timed("compile"):
         warm_up(gpt, optimizers, args, train_loader)
     first_graphs = graphs = describe.count_graphs()
@@ -800,30 +806,6 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, saved, signals):
     describe.summary(log, args, gpt, train_loader, graphs - first_graphs, val_loss)
     return val_loss
 
-def connect(device, seconds):
-    """Join torchrun's processes in a group whose collectives may take so many seconds.
-
-    Restarted processes find the store of those before them, whose addresses would mislead them:
-    each time that rank 0 starts is an epoch with keys of its own, which all others join.
-    """
-    from torch import _dynamo  # noqa: F401  imported later, it would hold the group past its end
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives: the flight recorder's
-    timeout, end, epoch = timedelta(seconds=seconds), time.monotonic() + seconds, 0
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    if rank == 0:
-        epoch = store.add("epoch", 1)
-    while not store.check([f"{epoch}/complete"]):
-        require(time.monotonic() < end,
-                f"only some of {world_size} processes started within {seconds} s", OSError)
-        if rank == 0 and store.check([f"{epoch}/joined/{r}" for r in range(1, world_size)]):
-            store.set(f"{epoch}/complete", "")
-        latest = store.add("epoch", 0)
-        if latest > epoch and store.add(f"{latest}/joined/{rank}", 1) == 1:  # not by one before
-            epoch = latest
-        time.sleep(0.01)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout, rank=rank,
-                            store=dist.PrefixStore(f"{epoch}", store), world_size=world_size)
-
 def main(args, catch=list):
     """Train a GPT as args say, here or in torchrun's processes; return the last validation loss.
 
@@ -834,7 +816,7 @@ def main(args, catch=list):
     train_loader, val_loader = open_data(args, rank, world_size, device)
     if world_size > 1:
         if not dist.is_initialized():
-            connect(device, args.comm_timeout)
+            processes.connect(device, args.comm_timeout)
         check_ranks_agree(train_loader.last_tokens() | val_loader.last_tokens(),
                           "give every machine the same files")
     signals = catch()

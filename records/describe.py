@@ -29,7 +29,9 @@ PEAK_FLOPS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
-SIBLINGS = "data/checkpoints.py", "data/shards.py", "records/describe.py"  # that the script imports
+SIBLINGS = (  # that the script imports
+    "data/checkpoints.py", "data/processes.py", "data/shards.py", "records/describe.py",
+)  # fmt: skip
 PHASES = "setup", "compile", "validation", "train", "loading", "checksum", "checkpoint"
 
 

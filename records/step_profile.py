@@ -98,11 +98,11 @@ def set_up(args):
     rank, world_size, device = train_gpt2.place_in_world(args)
     train_loader, _ = train_gpt2.open_data(args, rank, world_size, device)
     if world_size > 1 and not dist.is_initialized():
-        train_gpt2.connect(device, args.comm_timeout)
+        train_gpt2.processes.connect(device, args.comm_timeout)
     torch.manual_seed(args.seed)
     gpt = train_gpt2.GPT(args).to(device)
     optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
-    gpt.compile(dynamic=False, fullgraph=True, disable=not args.compile)
+    train_gpt2.compile_whole(gpt, args.compile)
     train_gpt2.warm_up(gpt, optimizers, args, train_loader)
     return SimpleNamespace(args=args, gpt=gpt, optimizers=optimizers, train_loader=train_loader)
 

@@ -109,7 +109,7 @@ def work(name, settings, rank, world_size, rendezvous):
 
     run = SimpleNamespace(
         settings=settings, plain=False, plain_compiled=False, ddp=None,
-        compile=lambda gpt: gpt.compile(dynamic=False, fullgraph=True),
+        compile=train_gpt2.compile_whole,
     )  # fmt: skip
     LEVERS[name].change(train_gpt2, run)
     args = train_gpt2.Hyperparameters(**run.settings)
@@ -187,7 +187,9 @@ class Side:
         self.lever, self.errors = lever, tempfile.TemporaryFile("w+")
         self.seconds, self.figures = [], {}
         rendezvous = tempfile.mktemp()
-        environment = os.environ | lever.environment | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        environment = os.environ | lever.environment
+        if cache:
+            environment["TORCHINDUCTOR_CACHE_DIR"] = cache
         if lever.processes > 1:
             environment["OMP_NUM_THREADS"] = "1"
         self.processes = [
@@ -224,7 +226,7 @@ class Side:
 def start(lever, settings, cold):
     """Return a Side that has done its first step, its figures with cold and warm seconds."""
     if not cold:
-        side = Side(lever, settings, os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+        side = Side(lever, settings, None)
         side.figures["warm"] = side.figures["compile"]
         return side
     with tempfile.TemporaryDirectory() as cache:

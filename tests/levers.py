@@ -194,11 +194,21 @@ def compiled_autograd(train_gpt2, run):
     torch._dynamo.config.compiled_autograd = True
 
 
-@lever("recompute half", "activation_memory_budget 0.5: cheap activations computed again")
-def recompute(train_gpt2, run):
-    import torch._functorch.config
+def memory_budget(budget):
+    """Return a change: this share of the activations at most is kept for backward."""
 
-    torch._functorch.config.activation_memory_budget = 0.5
+    def change(train_gpt2, run):
+        def compile_whole(gpt):
+            train_gpt2.functorch.activation_memory_budget = budget
+            gpt.compile(dynamic=False, fullgraph=True)
+
+        run.compile = compile_whole
+
+    return change
+
+
+lever("all kept", "activation_memory_budget 1: nothing computed again")(memory_budget(1.0))
+lever("half kept", "activation_memory_budget 0.5: attention computed again")(memory_budget(0.5))
 
 
 # ---------------------------------------------------------------------------

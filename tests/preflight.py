@@ -265,7 +265,7 @@ def main(argv):
 
 
 def connect(args, device):
-    train_gpt2.connect(device, args.comm_timeout)
+    train_gpt2.processes.connect(device, args.comm_timeout)
     return f"{dist.get_world_size()} joined by {dist.get_backend()}", True
 
 
