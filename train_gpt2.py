@@ -119,7 +119,7 @@ AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "devi
                 "comm_timeout")
 LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express"),
          "attention": ("auto", *SDPA)}
-CHUNK_LOGITS, MAX_CHUNKS = 2**26, 8  # logits made at a time: 128 MB of bf16, at least N / 8
+CHUNK_LOGITS, MAX_CHUNKS = 2**24, 16  # logits made at a time: 32 MB of bf16, at least N / 16
 
 # -----------------------------------------------------------------------------
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
@@ -224,7 +224,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, low, targets, with_grad):
         N = x.size(0)
-        chunk = max(math.ceil(N / MAX_CHUNKS), min(N, CHUNK_LOGITS // low.size(0)))
+        chunk = math.ceil(N / min(MAX_CHUNKS, math.ceil(N * low.size(0) / CHUNK_LOGITS)))
         count = (targets != -1).sum().clamp(min=1)
         vocabulary = torch.arange(low.size(0), device=x.device)
         loss, grad_x, grad_weight = torch.zeros((), device=x.device), [], 0.0

@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import random
+import re
 import resource
 import statistics
 import subprocess
@@ -181,7 +182,7 @@ def work(name, settings, rank, world_size, rendezvous):
 
 
 class Side:
-    """A lever's processes; raises RuntimeError with the last line of stderr when one ends."""
+    """A lever's processes; raises RuntimeError with the error's first line when one ends."""
 
     def __init__(self, lever, settings, cache):
         self.lever, self.errors = lever, tempfile.TemporaryFile("w+")
@@ -208,7 +209,8 @@ class Side:
         if not all(answers):
             self.errors.seek(0)
             lines = [line for line in self.errors.read().splitlines() if line.strip()] or ["?"]
-            raise RuntimeError(next((x for x in reversed(lines) if "Error" in x), lines[-1])[:150])
+            named = [x for x in lines if re.match(r"[\w.]*(Error|Exception|Unsupported)\b", x)]
+            raise RuntimeError((named or lines)[-1][:150])
         self.figures |= json.loads(answers[0])
         return self.figures
 

@@ -20,6 +20,10 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: bash tests/gpu_report.sh DIR [PART ...]}
 shift
+parts=" environment default plain muon tests resume levers run plain_run "
+for part in "$@"; do
+    [[ $parts == *" $part "* ]] || { echo "$part is no part: give some of$parts" >&2; exit 1; }
+done
 python=${PYTHON:-python3} device=${DEVICE:-cuda} end=$((SECONDS + ${LIMIT:-530}))
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/data:$PWD/records${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$out"
@@ -101,6 +105,8 @@ levers() {
     IFS=, read -ra names <<<"${LEVERS:-all}"
     run_part levers "$python" tests/bench_step.py "${names[@]}" "${small[@]}" \
         --rounds="$rounds" --steps=4 --loss_steps="$loss_steps"
+    [ -n "${LEVERS:-}" ] || run_part levers_128 "$python" tests/bench_step.py "micro-batch / 2" \
+        "${small[@]}" --batch_size=128 --device_batch_size=128 --rounds="$rounds" --steps=4
 }
 run() {
     run_part run "$python" train_gpt2.py "${default[@]}" --num_iterations="${RUN_STEPS:-520}" \

@@ -225,8 +225,18 @@ lever(
     MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(BYTES), MALLOC_TOP_PAD_="67108864",
 )(unchanged)  # fmt: skip
 
-for count in (1, 2, 4, 8, 16, 32, 64, 128):
-    setting(f"micro-batch {count}", f"device_batch_size={count}", device_batch_size=count)
+
+def smaller(divisor):
+    """Add a lever with a smaller device_batch_size, so with as many times the micro-batches."""
+
+    def change(train_gpt2, run):
+        run.settings["device_batch_size"] = max(1, run.settings["device_batch_size"] // divisor)
+
+    lever(f"micro-batch / {divisor}", f"device_batch_size divided by {divisor}")(change)
+
+
+for divisor in (2, 4, 8):
+    smaller(divisor)
 
 
 # ---------------------------------------------------------------------------

@@ -204,8 +204,8 @@ def estimate_memory(args, gpt, muon, dtype, micro):
     # of width C: residual and its norm twice; q, k, v, normed and turned q and k, attention's
     # result; of width 4 C: before and after the square
     block = tokens * args.n_embd * (4 + 6 + 2 * 4) * low
-    chunk = min(tokens, train_gpt2.CHUNK_LOGITS // args.vocab_size)
-    chunk = max(math.ceil(tokens / train_gpt2.MAX_CHUNKS), chunk)
+    chunks = math.ceil(tokens * args.vocab_size / train_gpt2.CHUNK_LOGITS)
+    chunk = math.ceil(tokens / min(train_gpt2.MAX_CHUNKS, chunks))
     logits = chunk * args.vocab_size * 2 * low + head * (4 + low)
     torch_itself = 0 if gpt.lm_head.weight.is_cuda else 2**28
     return torch_itself + fixed + args.n_layer * block + logits
