@@ -56,7 +56,7 @@ run_part() {
     local left=$((end - SECONDS))
     [ "$left" -gt 5 ] || { echo "$1: no time left"; return; }
     echo "== $1 (of $left s left)"
-    timeout --signal=INT --kill-after=10 "$left" "${@:2}" 2>&1 | sed "s#$work/##g" >"$out/$1.txt"
+    timeout --signal=INT --kill-after=10 "$left" "${@:2}" 2>&1 | sed -u "s#$work/##g" >"$out/$1.txt"
     echo "== $1: exit ${PIPESTATUS[0]} after $((SECONDS))s"
     tail -n 4 "$out/$1.txt"
 }

@@ -313,6 +313,21 @@ def test_log_grammar_and_result(tiny, capsys):
     assert f"result val_loss:{val_loss:.4f} bits_per_byte:{bits:.4f} target:3.28" in lines[-1]
 
 
+def test_attention_is_what_was_asked_for_and_named(tiny):
+    losses = {}
+    for asked, taken in (("auto", "flash"), ("flash", "flash"), ("math", "math")):
+        losses[asked] = main(Hyperparameters(**{**tiny, "run_id": asked, "attention": asked}))
+        assert f" attention:{taken}\n" in open(f"{tiny['log_dir']}/{asked}.txt").read()
+    assert losses["math"] == pytest.approx(losses["auto"], abs=1e-3)
+
+
+def test_an_attention_that_is_not_to_be_had_is_refused(tiny):
+    done = run_script({**tiny, "attention": "cudnn"})
+    assert done.returncode == 1
+    assert "attention='cudnn' is not to be had on this device: give --attention=auto" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_run_is_the_same_on_any_number_of_processes(tiny):
     logs = {}
     for processes in (1, 2, 3):

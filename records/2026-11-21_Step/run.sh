@@ -7,10 +7,10 @@ cd "$here/../.."
 python=${PYTHON:-python3}
 bench=("$python" tests/bench_step.py)
 books=(--train_files="$1/train_*.bin" --val_files="$1/val_*.bin")
-small=(--batch_size=8 --device_batch_size=8 --rounds=5 --steps=2)
+small=(--batch_size=8 --device_batch_size=8 --rounds=5 --steps=1)
 
 "${bench[@]}" plain --n_layer=6 --n_head=3 --n_embd=384 --batch_size=8 --device_batch_size=8 \
-    --sequence_length=512 --rounds=9 --steps=1 --cold=False >"$here/bar.txt"
+    --sequence_length=512 --rounds=7 --steps=1 >"$here/bar.txt"
 "${bench[@]}" eager regional "compiled autograd" max-autotune "${small[@]}" >"$here/compile.txt"
 "${bench[@]}" all "${small[@]}" --cold=False >"$here/levers.txt"
 
