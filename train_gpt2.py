@@ -119,7 +119,7 @@ AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "devi
                 "comm_timeout")
 LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express"),
          "attention": ("auto", *SDPA)}
-CHUNK_LOGITS, MAX_CHUNKS = 2**23, 16  # logits made at a time: 16 MB of bf16, at least N / 16
+CHUNK_LOGITS, MAX_CHUNKS = 2**24, 8  # logits made at a time: 32 MB of bf16, at least N / 8
 
 # -----------------------------------------------------------------------------
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections

@@ -222,16 +222,27 @@ def test_golden_losses():
 GOLDEN = [4.3575, 3.9801, 3.6594, 3.4316, 3.2584, 3.1030, 2.9652, 2.8418]
 
 
-def test_compiled_model_gives_the_same_loss_in_two_graphs():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_model_gives_the_same_loss_in_two_graphs(dtype):
     gpt, args = make_model(compile=True)
     inputs, targets = make_batch(args)
+    train_gpt2.cast_weights(gpt, dtype)
     expected = gpt(inputs, targets)
+    expected.backward()
+    grads = {p: p.grad for p in gpt.parameters()}
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    gpt.compile(dynamic=False, fullgraph=True)
+    train_gpt2.compile_whole(gpt)
+    tolerance = {} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
     for _ in range(3):
-        torch.testing.assert_close(gpt(inputs, targets), expected)
+        gpt.zero_grad()
+        train_gpt2.cast_weights(gpt, dtype)
+        loss = gpt(inputs, targets)
+        torch.testing.assert_close(loss, expected, **tolerance)
+        loss.backward()
+        for p, grad in grads.items():
+            torch.testing.assert_close(p.grad, grad, **tolerance)
         with torch.no_grad():
-            torch.testing.assert_close(gpt(inputs, targets), expected)
+            torch.testing.assert_close(gpt(inputs, targets), expected, **tolerance)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert not torch._dynamo.utils.counters["graph_break"]
