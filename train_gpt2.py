@@ -35,6 +35,7 @@ from torch import nn
 from torch._functorch import config as functorch
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = f"{ROOT}/data", f"{ROOT}/records"
@@ -145,8 +146,10 @@ class Linear(nn.Linear):
 
     def add_gradient(self, low):
         """Add the gradient of low, of one micro-batch, to the weight's, in float32."""
-        grad, self.low.grad = low.grad, None
-        self.weight.grad = grad.float() if self.weight.grad is None else self.weight.grad.add_(grad)
+        grad, low.grad = low.grad, None
+        if grad is not None:  # LinearCrossEntropy gives the head's to its weight itself
+            total = self.weight.grad
+            self.weight.grad = grad.float() if total is None else total.add_(grad)
 
 @torch.no_grad()
 def cast_weights(gpt, dtype):
@@ -186,9 +189,14 @@ class CausalSelfAttention(nn.Module):
         nn.init.zeros_(self.c_proj.weight)  # every block starts as the identity
         self.rotary = Rotary(args.n_embd // args.n_head, args.sequence_length)
 
+    def turn(self, x):  # (B, T, H, D)
+        return self.rotary(norm(x))
+
     def forward(self, x):  # (B, T, C)
         q, k, v = (c(x).unflatten(-1, (self.n_head, -1)) for c in (self.c_q, self.c_k, self.c_v))
-        heads = (x.transpose(1, 2) for x in (self.rotary(norm(q)), self.rotary(norm(k)), v))
+        # turned again in backward, which needs q and k from before and after: it keeps only one
+        q, k = (checkpoint(self.turn, x, use_reentrant=False) for x in (q, k))
+        heads = (x.transpose(1, 2) for x in (q, k, v))
         y = F.scaled_dot_product_attention(*heads, is_causal=True)  # (B, H, T, D)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
