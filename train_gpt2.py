@@ -120,7 +120,7 @@ AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "devi
                 "comm_timeout")
 LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express"),
          "attention": ("auto", *SDPA)}
-CHUNK_LOGITS, MAX_CHUNKS = 2**24, 8  # logits made at a time: 32 MB of bf16, at least N / 8
+CHUNK_LOGITS, MAX_CHUNKS = 2**24, 8  # the head's: of 32 MB of bf16 each, but at most 8
 
 # -----------------------------------------------------------------------------
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
@@ -194,8 +194,9 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):  # (B, T, C)
         q, k, v = (c(x).unflatten(-1, (self.n_head, -1)) for c in (self.c_q, self.c_k, self.c_v))
-        # turned again in backward, which needs q and k from before and after: it keeps only one
-        q, k = (checkpoint(self.turn, x, use_reentrant=False) for x in (q, k))
+        # backward needs q and k from before and after the turn: compiled, it turns them again
+        q, k = (checkpoint(self.turn, x, use_reentrant=False, preserve_rng_state=False)
+                for x in (q, k))
         heads = (x.transpose(1, 2) for x in (q, k, v))
         y = F.scaled_dot_product_attention(*heads, is_causal=True)  # (B, H, T, D)
         return self.c_proj(y.transpose(1, 2).flatten(2))

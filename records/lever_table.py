@@ -51,7 +51,7 @@ def line(files, name):
         return name, first(files, name, "why"), *["n/a"] * 7
     timed = next(row for file in files for row in file.get(name, ()) if "ms" in row)
     base = name.startswith("script")
-    same = [float(row["ms"]) for file in files[:1] for row in file.get(name, ())]
+    same = [float(row["ms"]) for file in files for row in file.get(name, ()) if "ms" in row]
     step = f"{timed['ratio']} ({timed['low']} to {timed['high']})"
     if base:
         step = f"{min(same):.0f} to {max(same):.0f} ms"

@@ -143,11 +143,12 @@ def work(name, settings, rank, world_size, rendezvous):
 
     with train_gpt2.attention_kernel(args, device) as kernel:
         seconds, loss = steps(1)
+        torch.cuda.empty_cache()  # others start beside this side
         cuda = device.type == "cuda"
         peak = train_gpt2.describe.PEAK_FLOPS.get(torch.cuda.get_device_name() if cuda else "")
         say(
             compile=seconds, loss=loss, kernel=kernel, device=str(device), torch=torch.__version__,
-            name=torch.cuda.get_device_name() if cuda else platform.processor(),
+            name=train_gpt2.describe.environment(device)[1],
             threads=torch.get_num_threads(), products=str(train_gpt2.matmul_dtype(device)),
             flops=train_gpt2.describe.flops_per_token(gpt, args), peak=peak,
         )  # fmt: skip
@@ -184,13 +185,13 @@ def work(name, settings, rank, world_size, rendezvous):
 class Side:
     """A lever's processes; raises RuntimeError with the error's first line when one ends."""
 
-    def __init__(self, lever, settings, cache):
-        self.lever, self.errors = lever, tempfile.TemporaryFile("w+")
+    def __init__(self, lever, settings, cache=None):
+        self.lever, self.cache, self.errors = lever, None, tempfile.TemporaryFile("w+")
         self.seconds, self.figures = [], {}
         rendezvous = tempfile.mktemp()
         environment = os.environ | lever.environment
         if cache:
-            environment["TORCHINDUCTOR_CACHE_DIR"] = cache
+            environment["TORCHINDUCTOR_CACHE_DIR"] = cache.name
         if lever.processes > 1:
             environment["OMP_NUM_THREADS"] = "1"
         self.processes = [
@@ -202,7 +203,11 @@ class Side:
             )
             for rank in range(lever.processes)
         ]  # fmt: skip
-        self.hear()
+        try:
+            self.hear()
+        except RuntimeError:
+            self.end()
+            raise
 
     def hear(self):
         answers = [process.stdout.readline() for process in self.processes]
@@ -223,19 +228,20 @@ class Side:
         for process in self.processes:
             process.kill()
             process.wait()
+        if self.cache:
+            self.cache.cleanup()
 
 
 def start(lever, settings, cold):
-    """Return a Side that has done its first step, its figures with cold and warm seconds."""
+    """Return a Side after its first step; if cold, its figures have cold and warm seconds."""
     if not cold:
-        side = Side(lever, settings, None)
-        side.figures["warm"] = side.figures["compile"]
-        return side
-    with tempfile.TemporaryDirectory() as cache:
-        side = Side(lever, settings, cache)
-        seconds = side.figures["compile"]
-        side.end()
-        side = Side(lever, settings, cache)
+        return Side(lever, settings)
+    cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    side = Side(lever, settings, cache)
+    seconds = side.figures["compile"]
+    side.end()
+    side = Side(lever, settings, cache)
+    side.cache = cache  # in use until the side ends
     side.figures |= {"cold": seconds, "warm": side.figures["compile"]}
     return side
 
@@ -336,10 +342,12 @@ def compare(levers, settings, options, args):
     for lever in levers:
         try:
             sides.append(start(lever, settings, options["cold"]))
+            seconds = sides[-1].figures["compile"]
+            print(f"{lever.name:22s} has done its first step, in {seconds:.1f} s", flush=True)
         except RuntimeError as error:
             print(f"{lever.name:22s} failed: {error}", flush=True)
-    if not sides or sides[0].lever is not levers[0]:
-        return
+            if not sides:
+                return
     measure(sides, options)
     now = sides[0].figures
     print(f"\n{now['device']} {now['name']}, {now['threads']} threads, attention: {now['kernel']}")

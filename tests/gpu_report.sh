@@ -9,12 +9,14 @@
 #   muon         tests/bench_muon.py
 #   tests        pytest -m cuda
 #   resume       killed, gone on: bit-identical?
-#   levers       tests/bench_step.py with LEVERS (names with commas between; default: all), the
-#                dearest questions first, as many as the time allows
-#   run          RUN_STEPS steps of the default settings (default 520, over 8 minutes on an H200),
-#                and a picture; alone, since it needs the whole limit
+#   levers       tests/bench_step.py with LEVERS (names with commas between; default: all, in the
+#                order of tests/levers.py), as many as the time allows, a table for each;
+#                COLD=True: cold and warm start too; LOSS_STEPS=200: validate after them
+#   run          RUN_STEPS steps of the default settings (default 360), and a picture; alone, since
+#                it needs the whole limit: take LIMIT over the step_avg of default_warm
 #   plain_run    PLAIN_STEPS steps of the plain implementation, to compare with run at equal time
-# DATA: folder with train_*.bin and val_*.bin, or .bin.xz. PYTHON: interpreter with torch.
+# DATA: folder with *train_*.bin and *val_*.bin, or .bin.xz; default data/fineweb10B. PYTHON:
+# interpreter with torch and pytest.
 # DEVICE=cpu tries the script itself with a tiny model.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -31,24 +33,27 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export TORCHINDUCTOR_CACHE_DIR=$work/inductor
 
-"$python" - "${DATA:?DATA must name the folder of the shards}" "$work" <<'EOF'
+"$python" - "${DATA:=data/fineweb10B}" "$work" <<'EOF'
 import lzma, pathlib, sys
 source, work = map(pathlib.Path, sys.argv[1:])
-for path in sorted(source.glob("*.bin*")):
-    opened = lzma.open(path) if path.suffix == ".xz" else path.open("rb")
-    (work / path.name.removesuffix(".xz")).write_bytes(opened.read())
+for path in sorted(source.resolve().glob("*.bin*")):
+    if path.suffix == ".xz":
+        (work / path.stem).write_bytes(lzma.open(path).read())
+    else:
+        (work / path.name).symlink_to(path)
 EOF
-data=(--train_files="$work/train_*.bin" --val_files="$work/val_*.bin" --allow_repeat=True
+[ -n "$(compgen -G "$work/*train_*.bin")" ] || { echo "no train_*.bin in $DATA" >&2; exit 1; }
+data=(--train_files="$work/*train_*.bin" --val_files="$work/*val_*.bin" --allow_repeat=True
     --log_dir="$work/logs" --device="$device")
 if [ "$device" = cpu ]; then # the same parts, small enough to be tried in minutes
     data+=(--n_layer=2 --n_head=2 --n_embd=64 --sequence_length=64 --batch_size=16
         --device_batch_size=8 --val_tokens=4096)
-    default=("${data[@]}") small=("${data[@]}") many=6 few=3 rounds=2 loss_steps=10
+    default=("${data[@]}") small=("${data[@]}") many=6 few=3 rounds=2
 else
     default=("${data[@]}" --val_tokens=1048576)
     small=("${data[@]}" --batch_size=64 --device_batch_size=64 --n_layer=12 --n_head=6
         --n_embd=768 --sequence_length=1024 --val_tokens=1048576)
-    many=40 few=15 rounds=5 loss_steps=200
+    many=40 few=15 rounds=5
 fi
 
 # run_part NAME command ...: into DIR/NAME.txt, ended when the time is over
@@ -82,6 +87,7 @@ muon() { run_part muon "$python" tests/bench_muon.py; }
 tests() { run_part tests "$python" -m pytest -v -m cuda tests/test_cuda.py \
     --cuda_tests_on="$device" -p no:cacheprovider; }
 resume() {
+    [ $((end - SECONDS)) -gt 60 ] || { echo "resume: no time left"; return; }
     local settings=("${small[@]}" --num_iterations="$few" --val_loss_every=0 --save_every="$few"
         --run_id=whole)
     run_part resume_whole "$python" train_gpt2.py "${settings[@]}"
@@ -104,19 +110,20 @@ levers() {
     local names
     IFS=, read -ra names <<<"${LEVERS:-all}"
     run_part levers "$python" tests/bench_step.py "${names[@]}" "${small[@]}" \
-        --rounds="$rounds" --steps=4 --loss_steps="$loss_steps"
+        --rounds="$rounds" --steps=4 --together=2 --cold="${COLD:-False}" \
+        --loss_steps="${LOSS_STEPS:-0}"
     [ -n "${LEVERS:-}" ] || run_part levers_128 "$python" tests/bench_step.py "micro-batch / 2" \
         "${small[@]}" --batch_size=128 --device_batch_size=128 --rounds="$rounds" --steps=4
 }
 run() {
-    run_part run "$python" train_gpt2.py "${default[@]}" --num_iterations="${RUN_STEPS:-520}" \
-        --warmdown_iters="$((${RUN_STEPS:-520} * 3 / 10))" --val_loss_every=40 --run_id=run
+    run_part run "$python" train_gpt2.py "${default[@]}" --num_iterations="${RUN_STEPS:-360}" \
+        --warmdown_iters="$((${RUN_STEPS:-360} * 3 / 10))" --val_loss_every=40 --run_id=run
     cp "$work/logs/run.txt" "$out/run_log.txt"
     run_part picture "$python" records/report.py "$out/run_log.txt" --picture="$out/run.png"
 }
 plain_run() {
     run_part plain_run "$python" tests/plain_run.py "${default[@]}" \
-        --num_iterations="${PLAIN_STEPS:-400}" --warmdown_iters="$((${PLAIN_STEPS:-400} * 3 / 10))" \
+        --num_iterations="${PLAIN_STEPS:-160}" --warmdown_iters="$((${PLAIN_STEPS:-160} * 3 / 10))" \
         --val_loss_every=40 --run_id=plain_run
     cp "$work/logs/plain_run.txt" "$out/plain_run_log.txt"
 }

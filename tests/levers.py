@@ -17,11 +17,12 @@ BYTES = 2**34  # more than any tensor here: freed memory is kept, not given back
 
 
 def lever(name, what, needs="", processes=1, **environment):
-    """Return a decorator that adds a function to LEVERS."""
+    """Return a decorator that adds a function to LEVERS; several processes share a CPU, by gloo."""
 
     def add(change):
         LEVERS[name] = SimpleNamespace(
-            name=name, what=what, needs=needs, processes=processes, environment=environment,
+            name=name, what=what, needs="cpu" if processes > 1 and not needs else needs,
+            processes=processes, environment=environment,
             change=change,
         )  # fmt: skip
         return change
@@ -129,7 +130,7 @@ for count in (1, 2, 4, 8, 16, 32):
     chunks(count)
 
 
-@lever("float32 residual", "activations between products in float32", "bf16")
+@lever("float32 residual", "the residual stream in float32, as under autocast", "bf16")
 def float32_residual(train_gpt2, run):
     cast_weights, apply = train_gpt2.cast_weights, train_gpt2.LinearCrossEntropy.apply
 
@@ -138,7 +139,7 @@ def float32_residual(train_gpt2, run):
         gpt.dtype = torch.float32
 
     def forward(self, x):
-        return F.linear(x.to(torch.bfloat16), self.cast(torch.bfloat16)).float()
+        return F.linear(x.to(torch.bfloat16), self.cast(torch.bfloat16))
 
     train_gpt2.cast_weights, train_gpt2.Linear.forward = cast, forward
     train_gpt2.LinearCrossEntropy = SimpleNamespace(
@@ -165,7 +166,11 @@ setting("eager", "no torch.compile", compile=False)
 
 def with_options(**options):
     def change(train_gpt2, run):
-        run.compile = lambda gpt: gpt.compile(dynamic=False, fullgraph=True, **options)
+        def compile_whole(gpt):
+            train_gpt2.compile_whole(gpt)  # for its memory budget
+            gpt.compile(dynamic=False, fullgraph=True, **options)
+
+        run.compile = compile_whole
 
     return change
 
@@ -181,6 +186,7 @@ lever("reduce-overhead", "mode reduce-overhead: CUDA graphs", "cuda")(
 @lever("regional", "one block compiled and reused, the head's loss compiled, the rest eager")
 def regional(train_gpt2, run):
     def compile_parts(gpt):
+        train_gpt2.compile_whole(gpt, enabled=False)  # for its memory budget
         for block in gpt.h:
             block.compile(dynamic=False, fullgraph=True)
         head = torch.compile(train_gpt2.LinearCrossEntropy.apply, dynamic=False, fullgraph=True)
@@ -191,7 +197,13 @@ def regional(train_gpt2, run):
 
 @lever("compiled autograd", "the backward pass traced a second time, as one graph")
 def compiled_autograd(train_gpt2, run):
-    torch._dynamo.config.compiled_autograd = True
+    step = train_gpt2.train_step
+
+    def train_step(*args):
+        with torch._dynamo.compiled_autograd._enable(torch.compile):
+            return step(*args)
+
+    train_gpt2.train_step = train_step
 
 
 def memory_budget(budget):

@@ -175,7 +175,7 @@ def five_steps(settings, device):
     args = Hyperparameters(**{**settings, "device": device.type})
     torch.manual_seed(args.seed)
     gpt = GPT(args).to(device)
-    gpt.compile(dynamic=False, fullgraph=True, disable=not args.compile)
+    train_gpt2.compile_whole(gpt, args.compile)
     optimizers = build_optimizers(gpt, args, 0, 1)
     train_loader, val_loader = open_data(args, 0, 1, device)
     losses, graphs = [], []
