@@ -26,6 +26,7 @@ from train_gpt2 import (
     Muon,
     attention_kernel,
     build_optimizers,
+    compile_whole,
     cast_weights,
     check_finite,
     evaluate,
@@ -175,7 +176,7 @@ def five_steps(settings, device):
     args = Hyperparameters(**{**settings, "device": device.type})
     torch.manual_seed(args.seed)
     gpt = GPT(args).to(device)
-    train_gpt2.compile_whole(gpt, args.compile)
+    compile_whole(gpt, args.compile)
     optimizers = build_optimizers(gpt, args, 0, 1)
     train_loader, val_loader = open_data(args, 0, 1, device)
     losses, graphs = [], []
