@@ -126,7 +126,8 @@ def test_log_written_by_training_is_read(tiny):
     assert (run.label, run.seed, run.steps, run.last) == ("mine", 7, 6, 6)
     assert run.settings == {**vars(Hyperparameters()), **tiny, "run_id": "mine_seed7", "seed": 7}
     assert list(run.sources) == [
-        "train_gpt2.py", "data/checkpoints.py", "data/shards.py", "records/describe.py"
+        "train_gpt2.py", "data/checkpoints.py", "data/processes.py", "data/shards.py",
+        "records/describe.py",
     ]  # fmt: skip
     for path, text in run.sources.items():
         assert text == (ROOT / path).read_text()
