@@ -30,6 +30,7 @@ def main(args):
     log = describe.Log(args, rank, args.run_id or time.strftime("plain-%Y%m%d-%H%M%S"), 0, 0.0)
     kernels = f"products:{dtype} attention:torch's own choice"
     describe.header(log, __file__, args, gpt, described, train_loader, val_loader, kernels)
+    del gpt, described  # or their memory would count
 
     def validate():
         with log.timed("validation"):
