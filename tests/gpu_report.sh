@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash tests/gpu_report.sh DIR [PART ...]   what a CUDA machine should tell of this code
 #
-# Without names all parts but `run`, most valuable first, within LIMIT seconds (default 530). Each
+# Without names all parts but the last two, most valuable first, within LIMIT seconds (default 530). Each
 # writes its own text file into DIR at once, so whatever cuts it leaves the rest:
 #   environment  the machine, its versions
 #   default      40 steps of the default settings: cold start, then 15 steps with a warm cache

@@ -27,6 +27,7 @@ def emulated(function):
     """Return function of bf16 tensors, computed in float32 of the rounded values, and rounded."""
 
     def call(*tensors, **options):
+        tensors = [t for t in tensors if t is not None]  # nn.Linear's bias
         if torch.is_autocast_enabled("cpu"):
             tensors = [t.to(torch.bfloat16) for t in tensors]
         if tensors[0].dtype != torch.bfloat16:
