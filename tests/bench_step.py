@@ -188,7 +188,7 @@ class Side:
     def __init__(self, lever, settings, cache=None):
         self.lever, self.cache, self.errors = lever, None, tempfile.TemporaryFile("w+")
         self.seconds, self.figures = [], {}
-        rendezvous = tempfile.mktemp()
+        self.folder = tempfile.TemporaryDirectory()  # where its processes meet
         environment = os.environ | lever.environment
         if cache:
             environment["TORCHINDUCTOR_CACHE_DIR"] = cache.name
@@ -197,7 +197,7 @@ class Side:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, __file__, "--worker", json.dumps(
-                    [lever.name, settings, rank, lever.processes, rendezvous])],
+                    [lever.name, settings, rank, lever.processes, f"{self.folder.name}/meet"])],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
                 env=environment,
             )
@@ -228,6 +228,7 @@ class Side:
         for process in self.processes:
             process.kill()
             process.wait()
+        self.folder.cleanup()
         if self.cache:
             self.cache.cleanup()
 

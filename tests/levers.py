@@ -9,6 +9,7 @@ device); the number of processes; environment variables that must be there when 
 from types import SimpleNamespace
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 
@@ -219,6 +220,11 @@ def memory_budget(budget):
     return change
 
 
+@lever("q and k kept", "not turned again in backward: kept from before and after the turn")
+def turned_once(train_gpt2, run):
+    train_gpt2.checkpoint = lambda function, x, **options: function(x)
+
+
 lever("all kept", "activation_memory_budget 1: nothing computed again")(memory_budget(1.0))
 lever("half kept", "activation_memory_budget 0.5: attention computed again")(memory_budget(0.5))
 
@@ -257,6 +263,9 @@ for divisor in (2, 4, 8):
 
 @lever("Muon compiled", "Newton-Schulz under torch.compile")
 def muon_compiled(train_gpt2, run):
+    # what mkldnn is asked there cannot be traced
+    dtypes = {kind: train_gpt2.matmul_dtype(torch.device(kind)) for kind in ("cpu", "cuda")}
+    train_gpt2.matmul_dtype = lambda device: dtypes[device.type]
     train_gpt2.zeropower_via_newtonschulz5 = torch.compile(
         train_gpt2.zeropower_via_newtonschulz5, dynamic=False, fullgraph=True
     )
