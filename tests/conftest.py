@@ -2,11 +2,15 @@
 
 import gc
 import os
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,6 +106,54 @@ def run_script(settings, processes=1, env=None, timeout=240):
     )
 
 
+def _script_main(script, arguments, environment, folder):
+    """Run a script as python would, its output in files of this folder."""
+    for stream, name in (sys.stdout, "stdout"), (sys.stderr, "stderr"):
+        stream.flush()
+        os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), stream.fileno())
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120):
+    """Do what run_script does without torchrun and in seconds less: torch is imported already."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free.getsockname()[1]}",
+                 "WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}"}  # fmt: skip
+    arguments = [f"--{name}={value}" for name, value in settings.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [Path(folder, str(rank)) for rank in range(processes)]
+        runs = []
+        for rank, path in enumerate(ranks):
+            path.mkdir()
+            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            runs.append(forkserver().Process(
+                target=_script_main, args=(script, arguments, own, path)))  # fmt: skip
+            runs[-1].start()
+        deadline = time.monotonic() + timeout
+        for run in runs:
+            run.join(max(0, deadline - time.monotonic()))
+        late = [run.kill() for run in runs if run.exitcode is None]
+        stdout, stderr = ("".join(Path(path, name).read_text() for path in ranks)
+                          for name in ("stdout", "stderr"))  # fmt: skip
+    if late:
+        pytest.fail(f"still running after {timeout} s: {stdout}{stderr}")
+    return SimpleNamespace(
+        returncode=max(run.exitcode for run in runs), stdout=stdout, stderr=stderr
+    )
+
+
+def forkserver():
+    """Return the context of processes that are forked from one which has imported torch once."""
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2"])
+    return context
+
+
 def _rank_main(rank, function, world_size, folder, arguments):
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -122,8 +174,7 @@ def run_ranks(function, world_size, folder, *arguments):
     if world_size == 1:
         return [function(0, 1, *arguments)]
     folder.mkdir(parents=True)
-    # forked from a server that has imported torch once
-    torch.multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2"])
+    forkserver()
     context = torch.multiprocessing.start_processes(
         _rank_main, (function, world_size, folder, arguments), nprocs=world_size, join=False,
         start_method="forkserver",

@@ -10,7 +10,7 @@ import describe
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY, run_ranks, run_script
+from conftest import ROOT, TINY, run_forked, run_ranks, run_script
 
 import train_gpt2
 from train_gpt2 import (
@@ -137,7 +137,7 @@ def test_more_processes_than_gpus_are_refused(processes, gpus, tiny, monkeypatch
 
 
 def test_a_refusal_is_one_sentence_and_a_failure(tiny):
-    done = run_script({**tiny, "val_tokens": 100})
+    done = run_forked({**tiny, "val_tokens": 100})
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("train_gpt2.py: val_tokens=100 is not a whole number")
     assert done.stderr.count("\n") == 1
@@ -322,7 +322,7 @@ def test_attention_is_what_was_asked_for_and_named(tiny):
 
 
 def test_an_attention_that_is_not_to_be_had_is_refused(tiny):
-    done = run_script({**tiny, "attention": "cudnn"})
+    done = run_forked({**tiny, "attention": "cudnn"})
     assert done.returncode == 1
     assert "attention='cudnn' is not to be had on this device: give --attention=auto" in done.stderr
     assert "Traceback" not in done.stderr
@@ -331,7 +331,7 @@ def test_an_attention_that_is_not_to_be_had_is_refused(tiny):
 def test_the_run_is_the_same_on_any_number_of_processes(tiny):
     logs = {}
     for processes in (1, 2, 3):
-        done = run_script({**tiny, "run_id": f"w{processes}"}, processes)
+        done = run_forked({**tiny, "run_id": f"w{processes}"}, processes)
         assert done.returncode == 0, done.stderr
         logs[processes] = results(done.stdout)
     alone = logs[1]
@@ -400,7 +400,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tiny, monkeypatch):
 
 
 def test_checkpoints_are_whole_and_load(tiny):
-    done = run_script({**tiny, "run_id": "c", "save_every": 4}, processes=2)
+    done = run_forked({**tiny, "run_id": "c", "save_every": 4}, processes=2)
     assert done.returncode == 0, done.stderr
     folder = f"{tiny['log_dir']}/c"
     assert sorted(os.listdir(folder)) == ["state_step000004.pt", "state_step000006.pt"]
@@ -418,7 +418,7 @@ def test_checkpoints_are_whole_and_load(tiny):
 
 
 def test_compiled_run_makes_two_graphs_and_never_again(tiny):
-    done = run_script({**tiny, "compile": True, "num_iterations": 4}, processes=2)
+    done = run_forked({**tiny, "compile": True, "num_iterations": 4}, processes=2)
     assert done.returncode == 0, done.stderr
     assert "compile: graphs:2 graph_breaks:0 recompiles:0" in done.stdout
 
@@ -431,7 +431,7 @@ def test_books_give_one_stream_and_one_loss(processes, books):
         "train_files": f"{books}/train_*.bin", "val_files": f"{books}/val_*.bin",
         "log_dir": f"{books}/logs",
     }  # fmt: skip
-    done = run_script(settings, processes)
+    done = run_forked(settings, processes)
     assert done.returncode == 0, done.stderr
     step, loss, data_hash = results(done.stdout)[-1]
     assert (step, data_hash) == (6, BOOKS_HASH)

@@ -20,7 +20,7 @@ import numpy as np
 import preflight
 import pytest
 import torch
-from conftest import ROOT, run_script, write_shard
+from conftest import ROOT, run_forked, run_script, write_shard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -118,7 +118,7 @@ def whole(long, processes, tmp_path_factory):
     if processes not in WHOLE:
         folder = tmp_path_factory.mktemp("whole")
         fields = {**long, "run_id": "whole", "save_every": 60, "log_dir": folder}
-        assert run_script(fields, processes).returncode == 0
+        assert run_forked(fields, processes).returncode == 0
         WHOLE[processes] = last_checkpoint(fields, "whole")
     return WHOLE[processes]
 
@@ -141,10 +141,9 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same(processes, number, long,
     assert code == 0, stderr
     assert re.search(r"ended by a signal, saved in \S+/part/state_step0000\d\d\.pt: --res", stdout)
     assert "result" not in stdout
-    run = start({**long, "resume": "auto", "save_every": 60}, processes)
-    code, stdout, stderr = finish(run)
-    assert code == 0, stderr
-    assert "resumed: " in stdout and "/part/state_step" in stdout
+    done = run_forked({**long, "resume": "auto", "save_every": 60}, processes)
+    assert done.returncode == 0, done.stderr
+    assert "resumed: " in done.stdout and "/part/state_step" in done.stdout
     log = open(f"{long['log_dir']}/part.txt").read()  # auto goes on in the run's own log
     steps = [int(step) for step in re.findall(r"^step:(\d+)/60 train_loss", log, re.M)]
     assert steps == list(range(1, 61))
@@ -233,6 +232,9 @@ def run_with_fault(fault, fields, folder, processes=1, rank=0):
     replaced = FAULTS.replace("ROOT", repr(str(ROOT)))
     replaced = replaced.replace("rank == RANK", f"rank == {rank}").replace("FAULT", fault)
     script.write_text(replaced)
+    if processes == 1:
+        done = run_forked(fields, script=script)
+        return done.returncode, done.stdout, done.stderr
     return finish(start(fields, processes, script=script))
 
 
@@ -332,7 +334,7 @@ def test_a_run_goes_on_with_other_processes_and_micro_batches(half, capsys):
     main(Hyperparameters(**{**half, "resume": ""}))
     whole = losses(capsys.readouterr().out)[-5:]  # the validation after step 3, and all later
     for processes, size in (1, 12), (2, 3), (3, 2):
-        done = run_script({**half, "device_batch_size": size}, processes)
+        done = run_forked({**half, "device_batch_size": size}, processes)
         assert done.returncode == 0, done.stderr
         part = losses(done.stdout)
         for (step, name, loss, data_hash), expected in zip(part, whole, strict=True):
@@ -498,7 +500,7 @@ def test_any_flipped_byte_is_refused_or_harmless(data, half, tmp_path):
 
 
 def test_a_refused_checkpoint_is_told_once_by_many_ranks(tiny):
-    done = run_script({**tiny, "resume": "none.pt"}, 3)
+    done = run_script({**tiny, "resume": "none.pt"}, 2)
     assert done.returncode != 0 and not os.path.exists(tiny["log_dir"])
     assert done.stderr.count("train_gpt2.py: rank 0: none.pt is no whole checkpoint") == 1
     assert done.stderr.count("train_gpt2.py: rank") == 1
@@ -557,7 +559,7 @@ def test_tied_weights_are_stored_once(half):
 def test_two_nodes_of_two_are_one_of_four(tiny):
     """Two torchrun agents on loopback, as the README starts them, against one agent."""
     tiny = {**tiny, "device_batch_size": 3, "save_every": 6}
-    one = run_script({**tiny, "run_id": "one"}, 4)
+    one = run_forked({**tiny, "run_id": "one"}, 4)
     assert one.returncode == 0, one.stderr
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
