@@ -175,11 +175,11 @@ def summary(log, args, gpt, train_loader, recompiles, val_loss):
     recompiles: graphs made after the warm-up.
     """
     graphs, breaks = count_graphs(), sum(torch._dynamo.utils.counters["graph_break"].values())
-    if torch.cuda.is_initialized():
-        peak = torch.cuda.max_memory_allocated() / 2**20
+    rate, device = train_loader.position / log.seconds["train"], train_loader.device
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / 2**20
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    rate, device = train_loader.position / log.seconds["train"], train_loader.device
     speed = f"tokens/s:{rate:.0f} peak_memory:{peak:.0f}MiB"
     if device.type == "cuda" and (most := PEAK_FLOPS.get(torch.cuda.get_device_name(device))):
         speed += f" mfu:{flops_per_token(gpt, args) * rate / (most * train_loader.world_size):.1%}"
@@ -195,8 +195,10 @@ def summary(log, args, gpt, train_loader, recompiles, val_loss):
 
 def explain(error, args=None):
     """Return what a user needs of an error: one sentence where it is ours, else the traceback."""
-    full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if args and (full or "allocate memory" in str(error)):  # "can't" torch, "Cannot" the system
+    full = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or re.search(
+        "CUDA error: out of memory|(can't|Cannot) allocate memory", str(error)
+    )
+    if args and full:
         share = args.batch_size // int(os.environ.get("WORLD_SIZE", 1))  # sequences, of a process
         micro = min(share, args.device_batch_size)
         smaller = [n for n in range(1, micro) if share % n == 0]

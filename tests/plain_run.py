@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
 from train_gpt2 import describe
 
+SOURCES = ("tests/plain.py", "train_gpt2.py", *describe.SIBLINGS)  # what the log holds
+
 
 def train_step(model, optimizers, inputs, targets, lr_scale, args, largest=None):
     """Do what train_gpt2.train_step does, plainly; `largest` stays as it is."""
@@ -40,7 +42,8 @@ def main(args):
     described = train_gpt2.build_optimizers(gpt, args, rank, world_size)  # for the log's table
     log = describe.Log(args, rank, args.run_id or time.strftime("plain-%Y%m%d-%H%M%S"))
     kernels = f"products:{dtype} attention:torch's own choice"
-    describe.header(log, __file__, args, gpt, described, train_loader, val_loader, kernels)
+    with mock.patch.object(describe, "SIBLINGS", SOURCES):
+        describe.header(log, __file__, args, gpt, described, train_loader, val_loader, kernels)
     del gpt, described  # or their memory would count
     optimizers = plain.plain_optimizers(model, args, dtype)
     no_checkpoints = SimpleNamespace(wait=lambda: True)

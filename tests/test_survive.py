@@ -262,7 +262,11 @@ def test_a_gradient_that_is_not_finite_names_step_rank_and_parameter(tiny, tmp_p
     assert sorted(os.listdir(f"{tiny['log_dir']}/n")) == [f"state_step00000{i}.pt" for i in (2, 4)]
 
 
-@pytest.mark.parametrize("fault", ["torch.OutOfMemoryError('CUDA out of memory')", "MemoryError()"])
+@pytest.mark.parametrize(
+    "fault",
+    ["torch.OutOfMemoryError('CUDA out of memory')", "MemoryError()",
+     "RuntimeError('CUDA error: out of memory')"],
+)
 def test_out_of_memory_names_the_size_to_give(fault, tiny, tmp_path):
     fields = {**tiny, "device_batch_size": 4}
     code, _, stderr = run_with_fault(f"raise {fault}", fields, tmp_path)
