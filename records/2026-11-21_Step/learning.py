@@ -3,7 +3,8 @@
 A bf16 product on a GPU multiplies rounded values, adds in float32 and rounds the result; so it is
 done here, forward and backward, in products, attention and Newton-Schulz. `ours`: train_gpt2.py, a
 bf16 residual stream and weights cast once a step. `plain`: tests/plain.py, float32 weights and
-residual stream under autocast. Any other side: ours with that lever of tests/levers.py. 300 steps on the data of the CPU record, `bash run.sh data`.
+residual stream under autocast. Any other side: ours with that lever of tests/levers.py. 300 steps
+on the data of the CPU record, `bash run.sh data`.
 """
 
 import sys
