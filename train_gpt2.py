@@ -120,7 +120,8 @@ AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "devi
                 "comm_timeout")
 LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express"),
          "attention": ("auto", *SDPA)}
-CHUNK_LOGITS, MAX_CHUNKS = 26_000_000, 8  # the head's: 516 tokens of GPT-2's vocabulary, or an 8th
+# of the head: 516 tokens of GPT-2's vocabulary, as CPUs multiply fewer slowly; at most 8 chunks
+CHUNK_LOGITS, MAX_CHUNKS = 26_000_000, 8
 
 # -----------------------------------------------------------------------------
 # Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections

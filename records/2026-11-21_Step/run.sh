@@ -16,3 +16,21 @@ small=(--batch_size=8 --device_batch_size=8 --rounds=5 --steps=1)
 
 # commit a200b2c, CHUNK_LOGITS, MAX_CHUNKS = 2**24, 8, which these had shown to be better
 "${bench[@]}" plain "${bar[@]}" --rounds=5 --steps=1 >"$here/bar.txt"
+
+# commit 6e82c55
+"${bench[@]}" "4 chunks" "16 chunks" "q and k kept" plain "${bar[@]}" --rounds=5 --steps=1 \
+    --cold=False >"$here/bar_chunks.txt"
+for seed in 1 2 3; do
+    for side in ours plain; do # two at a time, OMP_NUM_THREADS=1
+        "$python" "$here/learning.py" "$side" "$seed" data/torch_sources
+        mv "logs/${side}_seed$seed.txt" "$here"
+    done
+done
+
+# commit 63c163f
+"${bench[@]}" all "${small[@]}" >"$here/levers.txt"
+
+# commit b2eb163: chunks of 516 tokens; data/books: the unpacked book shards; OMP_NUM_THREADS=1
+"${bench[@]}" all --n_layer=2 --n_head=2 --n_embd=64 --batch_size=2 --device_batch_size=2 \
+    --sequence_length=128 --rounds=1 --steps=1 --loss_steps=200 --val_tokens=16384 --cold=False \
+    --train_files='data/books/train_*.bin' --val_files='data/books/val_*.bin' >"$here/losses.txt"
