@@ -31,6 +31,11 @@ done
 "${bench[@]}" all "${small[@]}" >"$here/levers.txt"
 
 # commit b2eb163: chunks of 516 tokens; data/books: the unpacked book shards; OMP_NUM_THREADS=1
-"${bench[@]}" all --n_layer=2 --n_head=2 --n_embd=64 --batch_size=2 --device_batch_size=2 \
-    --sequence_length=128 --rounds=1 --steps=1 --loss_steps=200 --val_tokens=16384 --cold=False \
-    --train_files='data/books/train_*.bin' --val_files='data/books/val_*.bin' >"$here/losses.txt"
+tiny=(--n_layer=2 --n_head=2 --n_embd=64 --batch_size=2 --device_batch_size=2 --sequence_length=128
+    --rounds=1 --steps=1 --loss_steps=200 --val_tokens=16384 --cold=False
+    --train_files='data/books/train_*.bin' --val_files='data/books/val_*.bin')
+"${bench[@]}" all "${tiny[@]}" >"$here/losses_1.txt" # ended after its first table, for time; these two at once:
+"${bench[@]}" F.linear_cross_entropy "2 chunks" "8 chunks" "32 chunks" max-autotune "compiled autograd" \
+    "all kept" "huge pages" "micro-batch / 2" "Muon compiled" "Muon batched" "${tiny[@]}" >"$here/losses_2.txt"
+"${bench[@]}" "1 chunks" "4 chunks" "16 chunks" eager regional "q and k kept" "half kept" "kept memory" \
+    "Muon per matrix" "foreach AdamW" "${tiny[@]}" >"$here/losses_3.txt"
