@@ -64,7 +64,7 @@ test_in_halves() {
     export OMP_NUM_THREADS=1
     output=$(mktemp)
     "$python" -m pytest "${of_runs[@]/#/--ignore=}" >"$output" 2>&1 &
-    trap "kill $! 2>/dev/null; rm -f $output" EXIT
+    trap "kill $! 2>/dev/null || :; rm -f '$output'" EXIT
     "$python" -m pytest "${of_runs[@]}" || status=$?
     wait $! || status=$?
     cat "$output"

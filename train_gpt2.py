@@ -120,7 +120,7 @@ AT_LEAST_ONE = ("vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "devi
                 "comm_timeout")
 LEGAL = {"device": ("auto", "cuda", "cpu"), "muon_coefficients": ("quintic", "polar_express"),
          "attention": ("auto", *SDPA)}
-# of the head: 516 tokens of GPT-2's vocabulary, as CPUs multiply fewer slowly; at most 8 chunks
+# of the head's chunks: 516 tokens of GPT-2's vocabulary (CPUs are slower with fewer), or an 8th
 CHUNK_LOGITS, MAX_CHUNKS = 26_000_000, 8
 
 # -----------------------------------------------------------------------------

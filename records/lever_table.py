@@ -51,7 +51,8 @@ def line(files, name):
         return name, first(files, name, "why"), *["n/a"] * 7
     timed = next(row for file in files for row in file.get(name, ()) if "ms" in row)
     base = name.startswith("script")
-    same = [float(row["ms"]) for file in files for row in file.get(name, ()) if "ms" in row]
+    in_file = next(file for file in files if timed in file.get(name, ()))
+    same = [float(row["ms"]) for row in in_file[name] if "ms" in row]
     step = f"{timed['ratio']} ({timed['low']} to {timed['high']})"
     if base:
         step = f"{min(same):.0f} to {max(same):.0f} ms"
@@ -68,6 +69,7 @@ def main(argv):
         raise ValueError("name files that tests/bench_step.py printed")
     files = [rows(ROOT / path) for path in paths]
     names = only[0] if only else list(dict.fromkeys(name for file in files for name in file))
+    names.sort(key=lambda name: name != "script")
     if unknown := [name for name in names if not any(name in file for file in files)]:
         raise ValueError(f"{unknown} are in none of {paths}")
     for cells in (HEAD, ["---"] * len(HEAD), *(line(files, name) for name in names)):

@@ -110,7 +110,7 @@ def _script_main(script, arguments, environment, folder):
     """Run a script as python would, its output in files of this folder."""
     for stream, name in (sys.stdout, "stdout"), (sys.stderr, "stderr"):
         stream.flush()
-        os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), stream.fileno())
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY), stream.fileno())
     os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
@@ -119,7 +119,10 @@ def _script_main(script, arguments, environment, folder):
 
 
 def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120):
-    """Do what run_script does without torchrun and in seconds less: torch is imported already."""
+    """Do what run_script does without torchrun and in seconds less: torch is imported already.
+
+    The environment is that of the first such run of all tests, and the ranks'.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free.getsockname()[1]}",
@@ -130,6 +133,8 @@ def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120
         runs = []
         for rank, path in enumerate(ranks):
             path.mkdir()
+            for name in "stdout", "stderr":
+                (path / name).touch()
             own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
             runs.append(forkserver().Process(
                 target=_script_main, args=(script, arguments, own, path)))  # fmt: skip
@@ -137,13 +142,19 @@ def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120
         deadline = time.monotonic() + timeout
         for run in runs:
             run.join(max(0, deadline - time.monotonic()))
-        late = [run.kill() for run in runs if run.exitcode is None]
+        late = [run for run in runs if run.exitcode is None]
+        for run in late:
+            run.kill()
+            run.join()
         stdout, stderr = ("".join(Path(path, name).read_text() for path in ranks)
                           for name in ("stdout", "stderr"))  # fmt: skip
     if late:
         pytest.fail(f"still running after {timeout} s: {stdout}{stderr}")
     return SimpleNamespace(
-        returncode=max(run.exitcode for run in runs), stdout=stdout, stderr=stderr
+        # of the first that failed; a signal's is negative
+        returncode=next((run.exitcode for run in runs if run.exitcode), 0),
+        stdout=stdout,
+        stderr=stderr,
     )
 
 

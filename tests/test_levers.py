@@ -65,15 +65,16 @@ def test_unknown_levers_are_named():
 
 
 TIMED = """
+cudnn attention        n/a: needs cuda
 script            1000.0 1.000 (1.000..1.000)  n/a  600 (1.00)  n/a  n/a  9.0  1  n/a
 seconds script: 1.0 1.0
 16 chunks         1100.0 1.100 (1.050..1.200)  n/a  300 (0.50)  n/a  n/a  8.0  1  n/a
-cudnn attention        n/a: needs cuda
 
 script            1200.0 1.000 (1.000..1.000)  n/a  600 (1.00)  n/a  n/a  9.0  1  n/a
 micro-batch / 2   1300.0 1.083 (1.000..1.100)  n/a  450 (0.75)  n/a  n/a  7.0  1  n/a
 """
-VALIDATED = "16 chunks   90.0 0.900 (0.900..0.900) 51.0%  9 (1.00)  8  30.1  2.0  2  6.1234\n"
+VALIDATED = "script       80.0 1.000 (1.000..1.000)  n/a  7 (1.00)  8  30.1  2.0  2  6.1234\n"
+VALIDATED += "16 chunks   90.0 0.900 (0.900..0.900) 51.0%  9 (1.00)  8  30.1  2.0  2  6.1234\n"
 
 
 def test_a_table_takes_each_figure_from_the_first_file_that_has_it(tmp_path, capsys):
@@ -82,9 +83,9 @@ def test_a_table_takes_each_figure_from_the_first_file_that_has_it(tmp_path, cap
         path.write_text(text)
     lever_table.main([str(path) for path in paths])
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| script | 1000 to 1200 ms | 600 MiB | n/a | n/a | n/a | 9.0 | 1 | n/a |",
-        "| 16 chunks | 1.100 (1.050 to 1.200) | 0.50 | 8 | 51.0% | 30.1 | 8.0 | 1 | 6.1234 |",
+        "| script | 1000 to 1200 ms | 600 MiB | 8 | n/a | 30.1 | 9.0 | 1 | 6.1234 |",
         "| cudnn attention | n/a: needs cuda | n/a | n/a | n/a | n/a | n/a | n/a | n/a |",
+        "| 16 chunks | 1.100 (1.050 to 1.200) | 0.50 | 8 | 51.0% | 30.1 | 8.0 | 1 | 6.1234 |",
         "| micro-batch / 2 | 1.083 (1.000 to 1.100) | 0.75 | n/a | n/a | n/a | 7.0 | 1 | n/a |",
     ]
     with pytest.raises(ValueError, match="none of"):

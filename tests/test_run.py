@@ -441,6 +441,29 @@ def test_books_give_one_stream_and_one_loss(processes, books):
 BOOKS_HASH, BOOKS_LOSS = "2e4aa7824768a8e1", 10.3703  # one process; two, three and four agree
 
 
+STUB = """#!/bin/sh
+case "$*" in
+*-c*) exit 0 ;;
+*--ignore*) exit $REST ;;
+*) exit $RUNS ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("runs, rest, expected", [(0, 0, 0), (1, 0, 1), (0, 2, 2)])
+def test_run_sh_fails_when_a_half_of_the_suite_fails(runs, rest, expected, tmp_path):
+    (tmp_path / "python").write_text(STUB)
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    changes = {"PYTHON": f"{tmp_path}/python", "TMPDIR": f"{tmp_path}/tmp"}
+    done = subprocess.run(
+        ["bash", ROOT / "run.sh", "test"], timeout=60, capture_output=True,
+        env={**os.environ, **changes, "RUNS": str(runs), "REST": str(rest)},
+    )  # fmt: skip
+    assert done.returncode == expected, done.stderr
+    assert not os.listdir(tmp_path / "tmp")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="run.sh would train the 124M record here")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_run_sh_trains_the_cpu_record(processes, tmp_path):

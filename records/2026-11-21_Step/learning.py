@@ -1,15 +1,13 @@
-"""Train with bf16 as a GPU has it, on a CPU without it: python learning.py SIDE SEED DATA
+"""Train with bf16 as a GPU has it, on a CPU without it: python learning.py ours|plain SEED DATA
 
 A bf16 product on a GPU multiplies rounded values, adds in float32 and rounds the result; so it is
 done here, forward and backward, in products, attention and Newton-Schulz. `ours`: train_gpt2.py, a
 bf16 residual stream and weights cast once a step. `plain`: tests/plain.py, float32 weights and
-residual stream under autocast. Any other side: ours with that lever of tests/levers.py. 300 steps
-on the data of the CPU record, `bash run.sh data`.
+residual stream under autocast. 300 steps on the data of the CPU record, `bash run.sh data`.
 """
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "records")]
 import plain  # noqa: E402
 import plain_run  # noqa: E402
-from levers import LEVERS  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
@@ -51,11 +48,9 @@ def main(side, seed, data):
         n_layer=4, n_head=1, n_embd=128, batch_size=8, device_batch_size=4, sequence_length=256,
         num_iterations=300, warmdown_iters=150, learning_rate=0.01, muon_learning_rate=0.0005,
         val_loss_every=0, val_tokens=204800, bytes_per_token=0.99991, target_val_loss=2.0,
-        seed=int(seed), device="cpu", compile=False, run_id=f"{side}_seed{seed}".replace(" ", "_"),
+        seed=int(seed), device="cpu", compile=False, run_id=f"{side}_seed{seed}",
     )  # fmt: skip
-    run = SimpleNamespace(settings={}, plain=False)
-    LEVERS["script" if side == "ours" else side].change(train_gpt2, run)
-    (plain_run.main if run.plain else train_gpt2.main)(args)
+    (train_gpt2.main if side == "ours" else plain_run.main)(args)
 
 
 assert plain.F is F  # both modules look their functions up there

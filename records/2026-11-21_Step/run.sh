@@ -20,6 +20,7 @@ small=(--batch_size=8 --device_batch_size=8 --rounds=5 --steps=1)
 # commit 6e82c55
 "${bench[@]}" "4 chunks" "16 chunks" "q and k kept" plain "${bar[@]}" --rounds=5 --steps=1 \
     --cold=False >"$here/bar_chunks.txt"
+# commit 67399d1
 for seed in 1 2 3; do
     for side in ours plain; do # two at a time, OMP_NUM_THREADS=1
         "$python" "$here/learning.py" "$side" "$seed" data/torch_sources
@@ -39,3 +40,8 @@ tiny=(--n_layer=2 --n_head=2 --n_embd=64 --batch_size=2 --device_batch_size=2 --
     "all kept" "huge pages" "micro-batch / 2" "Muon compiled" "Muon batched" "${tiny[@]}" >"$here/losses_2.txt"
 "${bench[@]}" "1 chunks" "4 chunks" "16 chunks" eager regional "q and k kept" "half kept" "kept memory" \
     "Muon per matrix" "foreach AdamW" "${tiny[@]}" >"$here/losses_3.txt"
+
+# commit d97d882
+"$python" "$here/products.py" >"$here/products.txt"
+"${bench[@]}" plain "${bar[@]}" --rounds=7 --steps=1 >"$here/bar_last.txt"
+"$python" "$here/products.py" >>"$here/products.txt"
