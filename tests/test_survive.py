@@ -561,7 +561,7 @@ def test_tied_weights_are_stored_once(half):
 
 
 def test_two_nodes_of_two_are_one_of_four(tiny):
-    """Two torchrun agents on loopback, as the README starts them, against one agent."""
+    """Two torchrun agents on loopback, as the README starts them, against four processes of one."""
     tiny = {**tiny, "device_batch_size": 3, "save_every": 6}
     one = run_forked({**tiny, "run_id": "one"}, 4)
     assert one.returncode == 0, one.stderr
