@@ -49,10 +49,10 @@ def line(files, name):
     """Return a lever's cells."""
     if first(files, name, "ms") == "n/a":
         return name, first(files, name, "why"), *["n/a"] * 7
-    timed = next(row for file in files for row in file.get(name, ()) if "ms" in row)
+    groups = ([row for row in file.get(name, ()) if "ms" in row] for file in files)
+    timed, *more = next(group for group in groups if group)
     base = name.startswith("script")
-    in_file = next(file for file in files if timed in file.get(name, ()))
-    same = [float(row["ms"]) for row in in_file[name] if "ms" in row]
+    same = [float(row["ms"]) for row in (timed, *more)]
     step = f"{timed['ratio']} ({timed['low']} to {timed['high']})"
     if base:
         step = f"{min(same):.0f} to {max(same):.0f} ms"

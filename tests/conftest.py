@@ -93,14 +93,14 @@ def device(request):
     torch.cuda.empty_cache()
 
 
-def run_script(settings, processes=1, env=None, timeout=240):
+def run_script(settings, processes=1, timeout=240):
     """Run train_gpt2.py in subprocesses; return the finished process (stdout, stderr as text)."""
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [str(ROOT / "train_gpt2.py")]
     command += [f"--{name}={value}" for name, value in settings.items()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
     )
