@@ -500,7 +500,8 @@ class DistributedDataLoader:
             self.hash_sum += odd * zlib.crc32(tokens[i : i + self.T + 1])
         self.position += self.window
         tokens = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
-        return tokens[:-1].view(-1, self.T), tokens[1:].view(-1, self.T)
+        targets = tokens[1:].clone()  # evaluate changes them
+        return tokens[:-1].view(-1, self.T), targets.view(-1, self.T)
 
     def data_hash(self):
         """Return 12 hex digits for all sequences so far, of all ranks, which must all call it."""

@@ -15,15 +15,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # before any process group, see main
+import torch._dynamo
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "data"))
-sys.path.insert(0, str(ROOT / "records"))
+for folder in "", "data", "records/tools", "tests/bench":
+    sys.path.insert(0, str(ROOT / folder))
 
+both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 TINY = {
     "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16, "batch_size": 12,
