@@ -3,15 +3,13 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2.py      # 8 GPUs, the record's settings
     python train_gpt2.py --num_iterations=100 --batch_size=64   # one process; --help lists all
 
-The defaults are those of record 7 of the public NanoGPT speedrun (October 2024): 12.0 minutes on
-8xH100, loss 3.2755 (n=1, its own log); no GPU has run this file yet. On 2 CPU cores `bash run.sh`
-trains 0.8M parameters on bytes to a loss of 1.2912 (n=10) in minutes: records/. This is the whole
-program and needs only torch and numpy: settings, model, Muon, data, training, log and checkpoints,
-the run. Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H.
+The defaults are record 7 of the public NanoGPT speedrun (October 2024): loss 3.2755 in 12.0 minutes
+on 8xH100 (n=1, its own log); no GPU has run this file yet. It needs torch and numpy. In order:
+settings, model, Muon, data, training, log and checkpoints, the run. Shapes: B sequences of T
+tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
 
 import argparse
-import bisect
 import contextlib
 import copy
 import dataclasses
@@ -19,7 +17,6 @@ import fcntl
 import glob
 import hashlib
 import inspect
-import itertools
 import math
 import os
 import pickle
@@ -43,12 +40,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import _dynamo, nn
 from torch._functorch import config as functorch_config
-from torch.distributed.elastic.multiprocessing.errors import record
-
-# -----------------------------------------------------------------------------
-# Settings: edit them here, or give any of them as --name=value
 
 
+# ---- Settings: edit them here, or give any of them as --name=value ------------------------------
 class RunError(ValueError):
     """A mistake that the user can mend: shown as one sentence, without a traceback."""
 
@@ -100,6 +94,8 @@ class Hyperparameters:
                 raise RunError(f"{name}={value} must be a number from {least} to 2**31 - 1")
         if self.n_embd % (2 * self.n_head):
             raise RunError(f"n_embd={self.n_embd} must be a multiple of 2 * n_head={self.n_head}")
+        if not re.fullmatch(r"([\w-][\w.-]*)?", self.run_id):
+            raise RunError(f"run_id={self.run_id!r} must be a file's name: letters, digits, - . _")
 
 
 def parse_args(argv):
@@ -126,10 +122,7 @@ def parse_args(argv):
     return Hyperparameters(**vars(parser.parse_args(argv)))
 
 
-# -----------------------------------------------------------------------------
-# Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
-
-
+# ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
 def norm(x):
     """RMSNorm over the last dimension, without gain; float32's eps whatever the dtype of x."""
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)
@@ -271,10 +264,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad_x * grad_loss, grad_weight * grad_loss, None
 
 
-# -----------------------------------------------------------------------------
-# Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist
-
-
+# ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist -
 def newton_schulz_factor(A):
     """Return a I + b A + c A^2, (..., m, m): an iteration multiplies X by that of A = X X^T."""
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -341,17 +331,14 @@ class Muon(torch.optim.Optimizer):
             by_shape.setdefault(p.flatten(1).shape, []).append(p)
         bundles = []
         for shape, params in by_shape.items():
-            m, n = sorted(shape)
-            size = 4 if m * n <= 2**18 else 1
-            for first in range(0, len(params), size):
-                bundle = params[first : first + size]
-                bundles.append((len(bundle) * m * m * (m + 2 * n), bundle))
-        bundles.sort(key=lambda item: -item[0])
-        for cost, bundle in bundles:
+            size = 4 if shape.numel() <= 2**18 else 1
+            bundles += [params[first : first + size] for first in range(0, len(params), size)]
+        bundles.sort(key=bundle_cost, reverse=True)
+        self.bundles.append(bundles)
+        for bundle in bundles:
             rank = self.loads.index(min(self.loads))
-            self.loads[rank] += cost
+            self.loads[rank] += bundle_cost(bundle)
             self.owner.update(dict.fromkeys(bundle, rank))
-        self.bundles.append([bundle for _, bundle in bundles])
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -421,14 +408,18 @@ class Muon(torch.optim.Optimizer):
         return gathered
 
 
+def bundle_cost(bundle):
+    """Return the multiplications of an iteration on matrices of one shape."""
+    m, n = sorted(bundle[0].flatten(1).shape)
+    return len(bundle) * m * m * (m + 2 * n)
+
+
 def params_of(optimizer):
     """Return the parameters of all groups, in the order in which state_dict numbers them."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-# -----------------------------------------------------------------------------
-# Data: shards of tokens, read as one stream
-
+# ---- Data: shards of tokens, read as one stream -------------------------------------------------
 HEADER = 256  # int32 values: 20240520, 1, number of tokens, zeros; then uint16 tokens
 
 
@@ -469,15 +460,20 @@ class DistributedDataLoader:
             raise RunError(f"batch_size={self.batch_size}: give a multiple of {self.world_size}")
         self.window = self.batch_size * self.T  # tokens a step, of all ranks
         self.shards = [check_shard(path) for path in self.paths]
-        self.ends = list(itertools.accumulate(size for size, _ in self.shards))  # in the stream
+        self.ends = np.cumsum([size for size, _ in self.shards]).tolist()  # in the stream
         self.total_tokens = self.ends[-1]
+        self.contents = []  # of each shard: its size and a checksum of its first tokens
+        for (size, _), end in zip(self.shards, self.ends):
+            self.contents.append((size, zlib.crc32(self.read(end - size, min(size, 10**5)))))
+        if len(set(self.contents)) < len(self.paths):
+            raise RunError(f"{self.pattern!r} names a shard and a copy of it: remove one")
 
     def read(self, start, count):
         """Return count tokens, uint16, from start on; after its end the stream begins again."""
         parts = []
         while count > 0:
             start %= self.total_tokens
-            shard = bisect.bisect_right(self.ends, start)
+            shard = np.searchsorted(self.ends, start, side="right")
             path, left = self.paths[shard], self.ends[shard] - start
             if check_shard(path) != self.shards[shard]:
                 raise RunError(f"{path} changed while in use: restore it and start again")
@@ -509,8 +505,8 @@ class DistributedDataLoader:
         return f"{total % 2**48:012x}"
 
     def fingerprint(self, position):
-        """Return a checksum of the million tokens before a position, and of the next one."""
-        start = max(0, position - 10**6)
+        """Return a checksum of the tokens just before a position, and of the next one."""
+        start = max(0, position - 10**5)
         return zlib.crc32(self.read(start, position + 1 - start))
 
     def state_dict(self):
@@ -526,10 +522,7 @@ class DistributedDataLoader:
             raise RunError(f"{self.pattern!r} no longer holds the tokens that were trained on")
 
 
-# -----------------------------------------------------------------------------
-# Training: the optimizers, one step, one evaluation
-
-
+# ---- Training: the optimizers, one step, one evaluation -----------------------------------------
 def lr_multiplier(step, args):
     """Return the factor on all learning rates at `step`: linear rise, constant, linear fall."""
     rise = (step + 1) / max(1, args.warmup_iters)
@@ -621,10 +614,7 @@ def evaluate(model, val_loader, val_tokens):
     return sum_over_ranks(total).item() / val_tokens
 
 
-# -----------------------------------------------------------------------------
-# Log, log_dir/run_id.txt, and checkpoints, log_dir/run_id/state_step*.pt
-
-
+# ---- Log, log_dir/run_id.txt, and checkpoints, log_dir/run_id/state_step*.pt --------------------
 class Log:
     """`log(line)`: rank 0 prints the line and adds it to the log; other ranks do nothing.
     Raises RunError for a log that exists, unless its run is resumed, or that is being written."""
@@ -635,6 +625,7 @@ class Log:
         self.num_iterations = args.num_iterations
         self.seconds = Counter()  # of each phase
         self.files = []  # names of the checkpoints that the run wrote, oldest first
+        self.val_hash = ""  # of the validation tokens
         self.outputs = []
         if rank == 0:
             if self.path.exists() and not args.resume:
@@ -678,10 +669,8 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
         device = torch.cuda.get_device_name(train_loader.device)
     processes, threads = val_loader.world_size, torch.get_num_threads()
     log(f"device:{device} processes:{processes} threads:{threads} products:{gpt.dtype}")
-    tokens = val_loader.read(0, args.val_tokens + 1)
-    val_hash = hashlib.sha256(tokens).hexdigest()[:16]
     micro = val_loader.batch_size // processes
-    log(f"train_tokens:{train_loader.total_tokens} val_hash:{val_hash} micro_batch:{micro}")
+    log(f"train_tokens:{train_loader.total_tokens} val_hash:{log.val_hash} micro_batch:{micro}")
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             values = sum(p.numel() for p in group["params"])
@@ -711,6 +700,7 @@ def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
         files=[file for file in log.files if file != name] + [name],
         train_seconds=log.seconds["train"],
         hyperparameters=vars(args),
+        val_hash=log.val_hash,
         model=gpt.state_dict(),
         train_loader=train_loader.state_dict(),
         rng=torch.get_rng_state(),
@@ -738,6 +728,8 @@ def load_run_state(state, gpt, optimizers, train_loader, log):
     names = [type(optimizer).__name__ for optimizer in optimizers]
     if names != state["optimizer_names"]:
         raise RunError(f"the checkpoint is of {state['optimizer_names']}, not of {names}")
+    if log.val_hash != state["val_hash"]:
+        raise RunError("val_files or val_tokens are not those of the checkpoint: restore them")
     gpt.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         saved["param_groups"] = optimizer.state_dict()["param_groups"]  # args define them
@@ -792,10 +784,7 @@ def find_checkpoint(args, log):
     return None
 
 
-# -----------------------------------------------------------------------------
-# The run: processes, plan, loop, failures
-
-
+# ---- The run: processes, plan, loop, failures ---------------------------------------------------
 def join_processes(args):
     """Join torchrun's processes, if there are any; return (rank, world_size, device)."""
     device = torch.device("cpu")
@@ -809,7 +798,10 @@ def join_processes(args):
     if "RANK" in os.environ and not dist.is_initialized():
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
         timeout = timedelta(seconds=args.comm_timeout)
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        try:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        except ValueError as error:
+            raise RunError(f"RANK is set, but not by torchrun: {error}") from None
         # restarted processes get the store of those before them, whose addresses would mislead
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -823,10 +815,9 @@ def product_dtype(args, device):
     """Return the dtype of products; a CPU without bf16 instructions is far faster in float32."""
     if args.dtype != "auto":
         return getattr(torch, args.dtype)
-    bf16 = device.type == "cuda" or torch.backends.mkldnn.is_available()
-    if device.type == "cpu" and bf16:
-        bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if bf16 else torch.float32
+    mkldnn = torch.backends.mkldnn.is_available()
+    fast = device.type == "cuda" or (mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.bfloat16 if fast else torch.float32
 
 
 def open_data(args, rank, world_size, device):
@@ -844,8 +835,8 @@ def open_data(args, rank, world_size, device):
     if args.val_tokens % val_loader.T or args.val_tokens > most:
         fix = f"give a multiple of {val_loader.T} up to {most}, which {args.val_files!r} holds"
         raise RunError(f"val_tokens={args.val_tokens}: {fix}")
-    if set(train_loader.shards) & set(val_loader.shards):
-        raise RunError("train_files and val_files share a file: keep them apart")
+    if set(train_loader.contents) & set(val_loader.contents):
+        raise RunError("train_files and val_files hold the same shard: keep them apart")
     return train_loader, val_loader
 
 
@@ -877,8 +868,8 @@ def warm_up(gpt, args, val_loader):
 
 
 def catch_signals():
-    """Return stop(): whether any rank was signalled to end; all ranks must ask together."""
-    caught = []
+    """Return stop(): whether any rank was signalled or lost torchrun; all must ask together."""
+    caught, parent = [], os.getppid()
 
     def note(number, frame):
         os.write(2, b"saving before the next step; a second signal ends at once\n")
@@ -887,7 +878,12 @@ def catch_signals():
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, note)
-    return lambda: sum_over_ranks(torch.tensor(len(caught))).item() > 0
+
+    def stop():
+        orphaned = dist.is_initialized() and os.getppid() != parent  # torchrun was killed
+        return sum_over_ranks(torch.tensor(len(caught) + orphaned)).item() > 0
+
+    return stop
 
 
 def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop):
@@ -937,12 +933,14 @@ def main(args, stop=lambda: False):
     stop() is asked by all ranks before each micro-batch; if true, they save and return None."""
     rank, world_size, device = join_processes(args)
     loaders = open_data(args, rank, world_size, device)
-    check_ranks_agree("data", [loader.fingerprint(loader.ends[-1] - 1) for loader in loaders])
+    check_ranks_agree("data", [hash(tuple(loader.contents)) for loader in loaders])
     torch.manual_seed(args.seed)
     gpt = GPT(args, product_dtype(args, device)).to(device)
     optimizers = build_optimizers(gpt, args, rank, world_size)
     made = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     log = Log(args, gathered(args.run_id or made)[0], rank)
+    val_tokens = loaders[1].read(0, args.val_tokens + 1)
+    log.val_hash = hashlib.sha256(val_tokens).hexdigest()[:16]
     state = find_checkpoint(args, log)
     first_step = load_run_state(state, gpt, optimizers, loaders[0], log) if state else 0
     check_ranks_agree("checkpoints", first_step)
@@ -981,7 +979,7 @@ def command(argv):
     args = None
     try:
         args = parse_args(argv)
-        record(main)(args, catch_signals())
+        main(args, catch_signals())
     except Exception as error:
         text, first = explain(error, args), os.environ.get("RANK", "0") == "0"
         if dist.is_initialized():
