@@ -1,31 +1,32 @@
 #!/usr/bin/env bash
-# bash run.sh [--field=value ...]       reproduce the record of the machine it stands on
+# bash run.sh [--name=value ...]        reproduce the record of the machine it stands on
 #     with GPUs: GPT-2 124M on FineWeb; train_gpt2.py's defaults, whose public log says loss 3.2755
 #                and 12.0 minutes on 8xH100
 #     without:   0.8M parameters on the bytes of PyTorch's own Python sources: loss 1.2912 (n=10,
 #                sd 0.0070), 5 minutes on 2 cores with installation (11 on a CPU without bf16), 0.6 GB
 # bash run.sh test [pytest arguments]   run the test suite
+# bash run.sh check [--name=value ...]  can this run start here? Device, compiler, data, disk, network
+# bash run.sh profile [--name=value ...]   where a step's time goes
 # bash run.sh records/<date>_<Name>     train a record again from its own log: is the loss within its
-#     spread? Arguments: records/rerun.py
+#     spread? Arguments: records/tools/rerun.py
 # bash run.sh data                      only make the data of the record without GPUs
 # NPROC=n sets the number of processes, PYTHON=... the interpreter, SCRIPT=... a copy of the script.
 set -euo pipefail
 cd "$(dirname "$0")"
 
 python=${PYTHON:-python3}
-script=${SCRIPT:-train_gpt2.py}
-export PYTHONPATH="$PWD/data:$PWD/records${PYTHONPATH:+:$PYTHONPATH}"  # for a copy elsewhere
-check="import torch, numpy, tiktoken, huggingface_hub, tqdm
-assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 5), 'torch is older than 2.5'"
+packages="torch, numpy, tiktoken, huggingface_hub, tqdm"
 requirements=requirements.txt
 case "${1:-}" in
 test)
-    check+="; import pytest, hypothesis, scipy, matplotlib"
+    packages+=", pytest, hypothesis, scipy, matplotlib"
     requirements=tests/requirements.txt ;;
 records/*)
-    check+="; import scipy, matplotlib"
+    packages+=", scipy, matplotlib"
     requirements=records/requirements.txt ;;
 esac
+check="import $packages
+assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 5), 'torch is older than 2.5'"
 if ! reason=$("$python" -c "$check" 2>&1); then
     echo "$python: ${reason##*$'\n'}; using .venv"
     [ -x .venv/bin/python ] || "$python" -m venv .venv
@@ -33,18 +34,24 @@ if ! reason=$("$python" -c "$check" 2>&1); then
     "$python" -c "$check" 2>/dev/null || "$python" -m pip install -r "$requirements"
 fi
 
+# Start a script of ours in NPROC processes; by default in as many as there are GPUs, or one.
+launch() {
+    local processes=${NPROC:-$gpus}
+    if [ "$processes" -gt 1 ]; then
+        exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$@"
+    fi
+    exec "$python" "$@"
+}
+
 is_the_records() {
-    "$python" -c "
-from shards import file_sha256
-shards = {
-    'train_000001.bin': '6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140',
-    'val_000000.bin': 'aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7'}
-assert all(file_sha256(f'data/torch_sources/{name}') == sha for name, sha in shards.items())
-" 2>/dev/null
+    sha256sum --check --status <<'SUMS'
+6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140  data/torch_sources/train_000001.bin
+aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7  data/torch_sources/val_000000.bin
+SUMS
 }
 
 pack_torch_sources() {
-    is_the_records || {
+    is_the_records 2>/dev/null || {
         local folder
         folder=$("$python" -c "import os, torch; print(os.path.dirname(torch.__file__))")
         # version.py is the one file that differs between the CPU and the CUDA builds
@@ -60,7 +67,7 @@ pack_torch_sources() {
 
 # The whole suite as two processes of about the same time: many tests leave a core idle.
 test_in_halves() {
-    local of_runs=(tests/test_run.py tests/test_survive.py) status=0 output
+    local of_runs=(tests/test_run.py tests/test_survive.py tests/test_alone.py) status=0 output
     export OMP_NUM_THREADS=1
     output=$(mktemp)
     "$python" -m pytest "${of_runs[@]/#/--ignore=}" >"$output" 2>&1 &
@@ -71,35 +78,34 @@ test_in_halves() {
     return "$status"
 }
 
-case "${1:-}" in
-test)
-    [ $# -eq 1 ] || exec "$python" -m pytest "${@:2}"
-    test_in_halves
-    exit ;;
-records/*) exec "$python" records/rerun.py "$@" ;;
-data) pack_torch_sources; exit ;;
-esac
-
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 if [ "$gpus" -gt 0 ]; then
-    processes=${NPROC:-$gpus}
     settings=()
-    "$python" data/fineweb.py
 else
-    processes=${NPROC:-1}
-    pack_torch_sources
     settings=(
         --train_files='data/torch_sources/train_*.bin' --val_files='data/torch_sources/val_*.bin'
         --vocab_size=257 --n_layer=4 --n_head=1 --n_embd=128
         --batch_size=16 --device_batch_size=16 --sequence_length=256
         --num_iterations=1800 --warmdown_iters=900
         --learning_rate=0.01 --muon_learning_rate=0.0005
-        --val_loss_every=450 --val_tokens=420864 --bytes_per_token=0.99991
+        --val_loss_every=450 --val_tokens=420864
         --target_val_loss=1.32 --device=cpu
     )
 fi
-if [ "$processes" -gt 1 ]; then
-    exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" \
-        "$script" "${settings[@]}" "$@"
-fi
-exec "$python" "$script" "${settings[@]}" "$@"
+
+case "${1:-}" in
+test)
+    [ $# -eq 1 ] || exec "$python" -m pytest "${@:2}"
+    test_in_halves ;;
+check) launch records/tools/check.py "${settings[@]}" "${@:2}" ;;
+profile) launch records/tools/step_profile.py "${settings[@]}" "${@:2}" ;;
+records/*) exec "$python" records/tools/rerun.py "$@" ;;
+data) pack_torch_sources ;;
+*)
+    if [ "$gpus" -gt 0 ]; then
+        "$python" data/fineweb.py
+    else
+        pack_torch_sources
+    fi
+    launch "${SCRIPT:-train_gpt2.py}" "${settings[@]}" "$@" ;;
+esac

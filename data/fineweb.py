@@ -228,8 +228,10 @@ def read_manifest(path):
             return manifest
     except (OSError, ValueError, AttributeError):
         pass
-    raise ValueError(f"{path} is no manifest with repository, revision and sha256: see the one of "
-                     f"FineWeb, data/fineweb.json")  # fmt: skip
+    raise ValueError(
+        f"{path} is no manifest with repository, revision and sha256: see the one of "
+        f"FineWeb, data/fineweb.json"
+    )
 
 
 def require_room(shards, folder):
@@ -262,8 +264,11 @@ def download(count, folder, workers, manifest):
     names = [f"fineweb_train_{i:06d}.bin" for i in range(1, count + 1)]
     shards = [Shard(name, folder, manifest) for name in ["fineweb_val_000000.bin", *names]]
     with open(folder / ".lock", "w") as file:
-        lock(file, f"another run downloads into {folder}: wait for its end, or name another folder "
-                   f"with --out")  # fmt: skip
+        lock(
+            file,
+            f"another run downloads into {folder}: wait for its end, or name another folder "
+            f"with --out",
+        )
         in_threads(workers, Shard.check, shards)
         require_room(shards, folder)
         fetch_all([shard for shard in shards if not shard.path.exists()], workers)
@@ -272,12 +277,22 @@ def download(count, folder, workers, manifest):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("shards", nargs="?", type=int, default=27, metavar="N",
-                        help="training shards of 100M tokens (default 27)")  # fmt: skip
+    parser.add_argument(
+        "shards",
+        nargs="?",
+        type=int,
+        default=27,
+        metavar="N",
+        help="training shards of 100M tokens (default 27)",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "fineweb10B", help="folder")
     parser.add_argument("--workers", type=int, default=4, help="files at once (default 4)")
-    parser.add_argument("--manifest", type=Path, default=HERE / "fineweb.json",
-                        help="of another dataset with files of these names")  # fmt: skip
+    parser.add_argument(
+        "--manifest",
+        type=Path,
+        default=HERE / "fineweb.json",
+        help="of another dataset with files of these names",
+    )
     args = parser.parse_args()
     stopped = f"stopped; {args.out} keeps what has come: run the same command again to go on"
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -291,11 +306,16 @@ def main():
     except (ValueError, ConnectionError) as error:
         leave(1, error)
     except OSError as error:  # of the disk
-        leave(1, f"cannot write into {args.out} ({error.strerror or error}), which keeps what has "
-                 f"come: mend this or name another folder with --out, {GO_ON}")  # fmt: skip
+        leave(
+            1,
+            f"cannot write into {args.out} ({error.strerror or error}), which keeps what has "
+            f"come: mend this or name another folder with --out, {GO_ON}",
+        )
     validation, *train = map(shard_size, paths)
-    print(f"{len(paths)} files, {validation + sum(train):,} tokens in {args.out}: enough for "
-          f"{max(sum(train) - 1, 0) // STEP_TOKENS:,} steps of {STEP_TOKENS:,} tokens")  # fmt: skip
+    print(
+        f"{len(paths)} files, {validation + sum(train):,} tokens in {args.out}: enough for "
+        f"{max(sum(train) - 1, 0) // STEP_TOKENS:,} steps of {STEP_TOKENS:,} tokens"
+    )
 
 
 if __name__ == "__main__":

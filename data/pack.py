@@ -56,9 +56,16 @@ CUT = re.compile(r"\S(?=[ \t\n\r])")
 # document or a piece of one, str; first: it starts there) or bad (the reason); line: of its start.
 Block = collections.namedtuple("Block", "name line form content first")
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # any other: text
-PIECE = np.dtype([  # what is kept of each document, or piece of one
-    ("tokens", "u4"), ("bytes", "u4"), ("key", "u4"), ("text", "u8"), ("first", "?"), ("bad", "?"),
-])  # fmt: skip
+PIECE = np.dtype(
+    [  # what is kept of each document, or piece of one
+        ("tokens", "u4"),
+        ("bytes", "u4"),
+        ("key", "u4"),
+        ("text", "u8"),
+        ("first", "?"),
+        ("bad", "?"),
+    ]
+)
 
 
 class BytesEncoding:
@@ -84,8 +91,11 @@ def get_encoding(name):
         ) from None
     except ValueError as error:
         known = tiktoken.list_encoding_names()
-        reason = f"the vocabulary of {name} is damaged ({error})" if name in known else (
-            f"unknown encoding {name!r}: give bytes or one of {', '.join(known)}")  # fmt: skip
+        reason = (
+            f"the vocabulary of {name} is damaged ({error})"
+            if name in known
+            else (f"unknown encoding {name!r}: give bytes or one of {', '.join(known)}")
+        )
         raise ValueError(reason) from None
     if encoding.n_vocab > 65536:
         raise ValueError(
@@ -125,15 +135,27 @@ def list_files(inputs, pattern, exclude, out):
         path = Path(given)
         if given == "-":
             files.append((given, None))
+        elif path.is_dir() and path.resolve() == out.resolve():
+            raise ValueError(f"--out={out} is an input, too: give a folder of its own")
         elif path.is_dir():
-            files += [(name, file) for name, file in sorted(walk(path, out))
-                      if fnmatch.fnmatch(file.name, pattern) and name not in exclude]  # fmt: skip
+            files += [
+                (name, file)
+                for name, file in sorted(walk(path, out))
+                if fnmatch.fnmatch(file.name, pattern) and name not in exclude
+            ]
         elif path.exists():
             files.append((path.name, path))
         else:
             raise ValueError(f"{given} is neither a file nor a folder: name existing ones, or -")
     if not files:
         raise ValueError(f"no file matches {pattern!r} in {', '.join(inputs)}: give --pattern")
+    for name, path in files:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"the file name {os.fsencode(path)!r} is not UTF-8: rename it"
+            ) from None
     return files
 
 
@@ -323,8 +345,16 @@ def encode_chunk(blocks):
                 continue
             digest = hashlib.sha256(content).digest()
             key = hashlib.sha256(block.name.encode()).digest() if block.form == "text" else digest
-            rows.append((0, len(content), int.from_bytes(key[:4], "big"),
-                         int.from_bytes(digest[:8], "big"), block.first, False))  # fmt: skip
+            rows.append(
+                (
+                    0,
+                    len(content),
+                    int.from_bytes(key[:4], "big"),
+                    int.from_bytes(digest[:8], "big"),
+                    block.first,
+                    False,
+                )
+            )
             texts.append(text)
     rows = np.array(rows, PIECE)
     settings = repr((encoding.name, tiktoken.__version__, bad)).encode()
@@ -446,12 +476,24 @@ def write_split(folder, split, number, documents, order, shard_tokens):
     }
 
 
+def refuse_foreign(out, known):
+    """Raise ValueError if shards in out are not among the known names: a glob would read them."""
+    foreign = {path.name for path in shards_in(out)} - set(known)
+    if foreign:
+        names = ", ".join(sorted(foreign))
+        raise ValueError(f"{out} holds {names}, which no pack wrote: move them, or change --out")
+
+
+def shards_in(folder):
+    return [*folder.glob("train_*.bin"), *folder.glob("val_*.bin")]
+
+
 def publish(waiting, out, sums, texts):
     """Move the whole shards and {name: text} from the folder `waiting` to out, and no others stay.
 
     A shard that is there already, byte for byte, is left as it is: it may be in use.
     """
-    for path in {*out.glob("train_*.bin"), *out.glob("val_*.bin")}:
+    for path in shards_in(out):
         if path.name not in sums or file_sha256(path) != sums[path.name]:
             path.unlink()  # of an earlier pack: a glob would read it
     for name in sums:
@@ -495,8 +537,10 @@ def encode_all(files, args, parts):
         while waiting:
             take_oldest()
     except concurrent.futures.BrokenExecutor:
-        raise ValueError("a worker was killed (no memory left?): run the same command again, which "
-                         "goes on from here, or with fewer --workers") from None  # fmt: skip
+        raise ValueError(
+            "a worker was killed (no memory left?): run the same command again, which "
+            "goes on from here, or with fewer --workers"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
         bar.close()
@@ -506,26 +550,32 @@ def encode_all(files, args, parts):
 def read_manifest(path):
     """Return the manifest of an earlier pack, {} without one. Raises ValueError if it is none."""
     try:
-        return dict(json.loads(path.read_text()))
+        manifest = dict(json.loads(path.read_text()))
+        manifest["shards"] = [*manifest["train"]["sha256"], *manifest["val"]["sha256"]]
+        manifest["val_below"] = int(manifest["val_below"])
+        return manifest
     except FileNotFoundError:
-        return {}
-    except (ValueError, TypeError):
+        return {"shards": []}
+    except (ValueError, TypeError, KeyError):
         raise ValueError(f"{path} is no manifest of a pack: move it away") from None
 
 
 def choose(documents, args, earlier):
     """Return (indices of the training documents, of the validation documents, the bar)."""
     same = args.val_tokens and earlier.get("val_tokens") == args.val_tokens
-    bar = validation_bar(documents, args.val_tokens, args.val_fraction,
-                         earlier["val_below"] if same else 0)  # fmt: skip
+    bar = validation_bar(
+        documents, args.val_tokens, args.val_fraction, earlier["val_below"] if same else 0
+    )
     order = np.arange(len(documents.kept))
     if args.shuffle_seed is not None:
         order = np.random.RandomState(args.shuffle_seed).permutation(order)
     order = order[documents.kept[order]]
     held_out = documents.key[order] < bar
     if held_out.all():
-        raise ValueError("all documents are held out, none is left for training: give more "
-                         "documents, or lower --val_tokens or --val_fraction")  # fmt: skip
+        raise ValueError(
+            "all documents are held out, none is left for training: give more "
+            "documents, or lower --val_tokens or --val_fraction"
+        )
     return order[~held_out], order[held_out], bar
 
 
@@ -534,6 +584,8 @@ def pack(args):
     encoding = get_encoding(args.encoding)  # before the workers start: they share it
     files = list_files(args.inputs, args.pattern, args.exclude, args.out)
     waiting, earlier = args.out / ".pack", read_manifest(args.out / "manifest.json")
+    if not waiting.exists():  # else a killed pack may have moved some of its shards already
+        refuse_foreign(args.out, earlier["shards"])
     waiting.mkdir(parents=True, exist_ok=True)
     with open(waiting / "lock", "w") as file:
         lock(file, f"another pack writes into {args.out}: wait for its end, or give another --out")
@@ -564,6 +616,7 @@ def pack(args):
         }
         skipped = "".join(f"{name}:{line} {reason}\n" for name, line, reason in bad)
         texts = {"skipped.txt": skipped, "manifest.json": json.dumps(manifest, indent=2) + "\n"}
+        refuse_foreign(args.out, {*earlier["shards"], *sums[0], *sums[1]})
         publish(waiting, args.out, {**sums[0], **sums[1]}, texts)
         shutil.rmtree(waiting)
     return manifest
@@ -580,8 +633,12 @@ def parse_args():
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--val_tokens", type=int, help="of the validation split, at least")
     size.add_argument("--val_fraction", default=0.01, type=float, help="of the documents")
-    add("--format", default="auto", choices=["auto", "text", "jsonl", "parquet"],
-        help="of the inputs; auto: by their names, standard input is a text")  # fmt: skip
+    add(
+        "--format",
+        default="auto",
+        choices=["auto", "text", "jsonl", "parquet"],
+        help="of the inputs; auto: by their names, standard input is a text",
+    )
     add("--text_field", default="text", help="of a JSON line or a parquet row")
     add("--pattern", default="*", help="of file names taken from folders")
     add("--exclude", default=[], nargs="*", help="relative paths to leave out")
@@ -593,9 +650,12 @@ def parse_args():
     add("--workers", default=cores, type=int, help="processes")
     args = parser.parse_args()
     for name, low, high in (
-        ("shard_tokens", 1, 2**31 - 1), ("workers", 1, 1024), ("val_fraction", 0, 1),
-        ("val_tokens", 1, 2**63 - 1), ("shuffle_seed", 0, 2**32 - 1),
-    ):  # fmt: skip
+        ("shard_tokens", 1, 2**31 - 1),
+        ("workers", 1, 1024),
+        ("val_fraction", 0, 1),
+        ("val_tokens", 1, 2**63 - 1),
+        ("shuffle_seed", 0, 2**32 - 1),
+    ):
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
             raise ValueError(f"--{name}={value} must be in {low}..{high}")
@@ -618,8 +678,10 @@ def main():
         sys.exit(f"data/pack.py: {error}")
     for split in ("train", "val"):
         part = manifest[split]
-        print(f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
-              f"{part['bytes']:,} bytes, {len(part['sha256'])} shards")  # fmt: skip
+        print(
+            f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
+            f"{part['bytes']:,} bytes, {len(part['sha256'])} shards"
+        )
     for reason, count in manifest["skipped"].items():
         print(f"skipped: {count:,} x {reason}; each is named in {args.out / 'skipped.txt'}")
     if not manifest["val"]["documents"] and args.val_fraction:

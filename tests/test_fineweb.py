@@ -81,7 +81,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if "reset" in other:  # lingering for 0 s: an RST instead of a FIN
                 time.sleep(0.1)
                 self.connection.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # fmt: skip
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
         self.close_connection = "bytes" in other
 
     def log_message(self, *arguments):
@@ -108,23 +109,33 @@ class Hub(http.server.ThreadingHTTPServer):
     def write_manifest(self, names):
         """Write the manifest with the sums of these files."""
         sums = {name: hashlib.sha256(self.files[name]).hexdigest() for name in names}
-        self.manifest.write_text(json.dumps(
-            {"repository": "me/mine", "revision": "f" * 40, "bytes": SIZE, "sha256": sums}
-        ))  # fmt: skip
+        self.manifest.write_text(
+            json.dumps(
+                {"repository": "me/mine", "revision": "f" * 40, "bytes": SIZE, "sha256": sums}
+            )
+        )
 
     def start(self, *arguments, shards=2, preexec_fn=None, **environment):
         """Start data/fineweb.py on this hub; return the process."""
         command = [sys.executable, ROOT / "data" / "fineweb.py", str(shards), "--out", self.out]
         settings = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HUB_DISABLE_XET": "1",
-            "HF_HOME": self.out.parent / "home", "NO_PROXY": "127.0.0.1,localhost",
-            "HF_HUB_DOWNLOAD_TIMEOUT": "2", "FINEWEB_SLOW_SECONDS": "0.3",
-            "FINEWEB_BACKOFF": "0.02", **environment,
-        }  # fmt: skip
+            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": self.out.parent / "home",
+            "NO_PROXY": "127.0.0.1,localhost",
+            "HF_HUB_DOWNLOAD_TIMEOUT": "2",
+            "FINEWEB_SLOW_SECONDS": "0.3",
+            "FINEWEB_BACKOFF": "0.02",
+            **environment,
+        }
         return subprocess.Popen(
-            [*command, "--manifest", self.manifest, *arguments], env={**os.environ, **settings},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=preexec_fn,
-        )  # fmt: skip
+            [*command, "--manifest", self.manifest, *arguments],
+            env={**os.environ, **settings},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=preexec_fn,
+        )
 
     def run(self, *arguments, **options):
         """Run data/fineweb.py to its end; return (exit code, stdout, stderr)."""
@@ -221,24 +232,44 @@ def test_a_passing_fault_is_mended(hub, fault):
 
 # fault: (method, requests hit, what is otherwise), files in the manifest, downloads, the message
 SENTENCES = {
-    "404": (("HEAD", 99, {"status": 404}), [], 0,
-            r"gives no .*1\.bin of me/mine at revision f{40} \(HTTP status 404\): ask for fewer"),
+    "404": (
+        ("HEAD", 99, {"status": 404}),
+        [],
+        0,
+        r"gives no .*1\.bin of me/mine at revision f{40} \(HTTP status 404\): ask for fewer",
+    ),
     "404 on GET": (("GET", 99, {"status": 404}), NAMES, None, r"HTTP status 404"),
-    "503 forever": (("GET", 99, {"status": 503}), [], None,
-                    r"1\.bin does not come .*6 tries .HTTP status 503\): check .* same command"),
+    "503 forever": (
+        ("GET", 99, {"status": 503}),
+        [],
+        None,
+        r"1\.bin does not come .*6 tries .HTTP status 503\): check .* same command",
+    ),
     "429 forever": (("HEAD", 99, {"status": 429}), [], 0, r"6 tries .HTTP status 429"),
     "slow forever": (("GET", 99, {"drip": 9}), [], None, r"below 10000 bytes/s for 0\.3 s"),
     "short forever": (("GET", 99, {"content": b"x" * CUT}), [], None, r"1\.bin does not come"),
-    "wrong forever": (("GET", 99, {"content": b"x" * SIZE}), [], None,
-                      r"1\.bin came wrong 3 times .*has sha256 \w{64}, not \w{64}.*try another"),
-    "another sum": (("HEAD", 99, {"etag": "0" * 64}), NAMES, 0,
-                    r"the sha256 of .*1\.bin is 0{64} at http.* and \w{64} in the manifest: set"),
+    "wrong forever": (
+        ("GET", 99, {"content": b"x" * SIZE}),
+        [],
+        None,
+        r"1\.bin came wrong 3 times .*has sha256 \w{64}, not \w{64}.*try another",
+    ),
+    "another sum": (
+        ("HEAD", 99, {"etag": "0" * 64}),
+        NAMES,
+        0,
+        r"the sha256 of .*1\.bin is 0{64} at http.* and \w{64} in the manifest: set",
+    ),
     "another size": (("HEAD", 99, {"size": 7}), NAMES, 0, r"size of .*1\.bin is 7 at .*101024"),
     "no sum": (("HEAD", 99, {"etag": "0" * 40}), [], 0, r"the sha256 of .* is None at .* and None"),
-    "no room": (("HEAD", 99, {"size": 10**18}), [], 0,
-                r"1,000,000,000\.00 GB are to come, but the disk of .* has [\d,.]+ GB free, enough "
-                r"for N=0: ask for fewer shards, or name a folder on another disk with --out"),
-}  # fmt: skip
+    "no room": (
+        ("HEAD", 99, {"size": 10**18}),
+        [],
+        0,
+        r"1,000,000,000\.00 GB are to come, but the disk of .* has [\d,.]+ GB free, enough "
+        r"for N=0: ask for fewer shards, or name a folder on another disk with --out",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", SENTENCES)
@@ -310,7 +341,7 @@ def test_the_tools_and_the_training_script_agree(tmp_path):
     right = write_shard(tmp_path / "s.bin", range(9)).read_bytes()
     damaged = [right[:-1], right + b"\0\0", right[:500], right[:8] + bytes(4) + right[12:1024]]
     damaged += [right[:i] + b"\7" + right[i + 1 :] for i in (0, 4, 8, 1023)]
-    for shard_size in shards.shard_size, train_gpt2.shard_size:
+    for shard_size in shards.shard_size, lambda path: train_gpt2.check_shard(path)[0]:
         (tmp_path / "s.bin").write_bytes(right)
         assert shard_size(tmp_path / "s.bin") == 9
         for content in damaged:
@@ -327,8 +358,10 @@ def test_what_cannot_work_is_refused_at_once(hub):
         assert code == 1 and hub.gets() == 0
         return stderr
 
-    assert re.search(r"does not come from http://127\.0\.0\.1:9 .*refused.*check the network",
-                     refusal(HF_ENDPOINT="http://127.0.0.1:9"))  # fmt: skip
+    assert re.search(
+        r"does not come from http://127\.0\.0\.1:9 .*refused.*check the network",
+        refusal(HF_ENDPOINT="http://127.0.0.1:9"),
+    )
     assert "N=104 must be in 0..103" in refusal(shards=104)
     assert "--workers=0" in refusal("--workers", "0")
     hub.manifest.write_text("[]")

@@ -19,9 +19,7 @@ import tiktoken
 from conftest import ROOT, SHARED_DATA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shards import lock
-
-from train_gpt2 import shard_size
+from shards import lock, shard_size
 
 BOOKS = SHARED_DATA / "books" / "books.jsonl.xz"
 VOCABULARY = {"TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_cache")}
@@ -37,8 +35,13 @@ def command(*arguments):
 
 def run_pack(*arguments, stdin=b""):
     """Pack; return the finished process, its output as text."""
-    done = subprocess.run(command(*arguments), capture_output=True, input=stdin, timeout=240,
-                          env={**os.environ, **VOCABULARY})  # fmt: skip
+    done = subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        input=stdin,
+        timeout=240,
+        env={**os.environ, **VOCABULARY},
+    )
     done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
     return done
 
@@ -83,8 +86,19 @@ def test_bytes_are_packed_in_path_order_and_held_out_by_name(tmp_path):
         path = source / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())
-    manifest = packed(out, source, "--shard_tokens", 1000, "--pattern", "*.py", "--exclude",
-                      "version.py", "--val_fraction", 0.3, "--skip_bad")  # fmt: skip
+    manifest = packed(
+        out,
+        source,
+        "--shard_tokens",
+        1000,
+        "--pattern",
+        "*.py",
+        "--exclude",
+        "version.py",
+        "--val_fraction",
+        0.3,
+        "--skip_bad",
+    )
     expected = {"train": [], "val": []}
     for name in sorted(texts):
         held = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < 0.3 * 2**32
@@ -116,9 +130,34 @@ def test_books_equal_an_independent_tokenization_for_any_number_of_workers(tmp_p
 
 @needs_books
 @settings(deadline=None, max_examples=150, suppress_health_check=[*HealthCheck])
-@given(words=st.lists(st.sampled_from(
-    ["the", "can't", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u3000", "\xa0", "\x1c", "!", "1", "é",
-     "漢字", "<|endoftext|>", "😀", "'s"]), max_size=60), chunk=st.integers(1, 40))  # fmt: skip
+@given(
+    words=st.lists(
+        st.sampled_from(
+            [
+                "the",
+                "can't",
+                " ",
+                "  ",
+                "\n",
+                "\n\n",
+                "\t",
+                "\r\n",
+                "\u3000",
+                "\xa0",
+                "\x1c",
+                "!",
+                "1",
+                "é",
+                "漢字",
+                "<|endoftext|>",
+                "😀",
+                "'s",
+            ]
+        ),
+        max_size=60,
+    ),
+    chunk=st.integers(1, 40),
+)
 def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, words, chunk):
     monkeypatch.setenv(*next(iter(VOCABULARY.items())))
     monkeypatch.setattr(pack, "CHUNK", chunk)
@@ -126,8 +165,10 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch
     (tmp_path / "a.txt").write_bytes(text.encode())
     blocks = [block for block, _ in pack.read_blocks("a.txt", tmp_path / "a.txt", "auto", "text")]
     assert [block.first for block in blocks] == [True] + [False] * (len(blocks) - 1)
-    assert all(text.count("\n", 0, sum(len(b.content) for b in blocks[:i])) + 1 == block.line
-               for i, block in enumerate(blocks))  # fmt: skip
+    assert all(
+        text.count("\n", 0, sum(len(b.content) for b in blocks[:i])) + 1 == block.line
+        for i, block in enumerate(blocks)
+    )
     tokens = [token for block in blocks for token in encoding.encode_ordinary(block.content)]
     assert tokens == encoding.encode_ordinary(text)
 
@@ -182,8 +223,9 @@ def test_added_documents_move_no_other_between_the_splits(tmp_path, size):
         before = splits
         if count == 200 and size[0] == "--val_tokens":
             assert 1500 < manifest["val"]["tokens"] < 1600
-    again = packed(tmp_path / "again", tmp_path / "a.jsonl", "--val_fraction",
-                   manifest["val_below"] / 2**32)  # fmt: skip
+    again = packed(
+        tmp_path / "again", tmp_path / "a.jsonl", "--val_fraction", manifest["val_below"] / 2**32
+    )
     assert again["data_hash"] == manifest["data_hash"]
 
 
@@ -287,8 +329,9 @@ def test_a_second_pack_into_a_folder_in_use_is_refused(tmp_path):
 def test_a_text_that_breaks_off_is_dropped_whole(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"word " * 500_000 + b"\xff")  # several pieces
     (tmp_path / "b.txt").write_bytes(b"good")
-    manifest = packed(tmp_path / "out", tmp_path / "a.txt", tmp_path / "b.txt", "--skip_bad",
-                      "--val_fraction", 0)  # fmt: skip
+    manifest = packed(
+        tmp_path / "out", tmp_path / "a.txt", tmp_path / "b.txt", "--skip_bad", "--val_fraction", 0
+    )
     assert split_documents(tmp_path / "out", "train") == [b"good"]
     assert manifest["skipped"] == {"is not UTF-8": 1}
 
@@ -372,9 +415,12 @@ def test_what_is_encoded_already_is_not_encoded_again(tmp_path, monkeypatch):
 
 def test_an_interrupt_is_one_sentence_and_leaves_no_process(tmp_path):
     process = subprocess.Popen(
-        command("-", "--out", tmp_path / "out", "--encoding", "bytes"), stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        command("-", "--out", tmp_path / "out", "--encoding", "bytes"),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
     process.stdin.write(b"word " * 2_000_000)  # and no end of it
     process.stdin.flush()
     while not list((tmp_path / "out").glob(".pack/*.rows")):
@@ -391,3 +437,45 @@ def test_packing_again_leaves_no_shard_of_before(tmp_path):
         (tmp_path / "a.txt").write_text(text)
         packed(tmp_path / "out", tmp_path / "a.txt", "--shard_tokens", 100, "--val_fraction", 0)
         assert len(list((tmp_path / "out").glob("*.bin"))) == shards
+
+
+def test_shards_that_no_pack_wrote_are_never_deleted(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "train_000007.bin").write_bytes(b"somebody's")
+    (tmp_path / "text.txt").write_text("some text")
+    done = run_pack(tmp_path / "text.txt", "--out", out, "--encoding", "bytes")
+    assert done.returncode == 1
+    assert "train_000007.bin, which no pack wrote" in done.stderr
+    assert all_files(out) == {"train_000007.bin": b"somebody's"}
+
+
+def test_an_output_folder_that_is_an_input_is_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    done = run_pack(tmp_path, "--out", tmp_path, "--encoding", "bytes")
+    assert done.returncode == 1
+    assert "is an input, too" in done.stderr
+    assert all_files(tmp_path) == {"text.txt": b"some text"}
+
+
+def test_a_file_name_that_is_not_utf8_is_named(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.txt")).write_text("some text")
+    done = run_pack(folder, "--out", tmp_path / "out", "--encoding", "bytes")
+    assert done.returncode == 1
+    assert "xff.txt' is not UTF-8: rename it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "manifest", ["[]", "{}", '{"train": 3}', '{"train": {}, "val": {}}', "null", "no json"]
+)
+def test_a_manifest_of_something_else_is_refused(tmp_path, manifest):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "manifest.json").write_text(manifest)
+    (tmp_path / "text.txt").write_text("some text")
+    done = run_pack(tmp_path / "text.txt", "--out", out, "--encoding", "bytes")
+    assert done.returncode == 1
+    assert "is no manifest of a pack: move it away" in done.stderr
+    assert (out / "manifest.json").read_text() == manifest
