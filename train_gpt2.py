@@ -96,6 +96,8 @@ class Hyperparameters:
             raise RunError(f"n_embd={self.n_embd} must be a multiple of 2 * n_head={self.n_head}")
         if not re.fullmatch(r"([\w-][\w.-]*)?", self.run_id):
             raise RunError(f"run_id={self.run_id!r} must be a file's name: letters, digits, - . _")
+        if self.resume == "auto" and not self.run_id:
+            raise RunError("--resume=auto needs the --run_id that it shall look for")
 
 
 def parse_args(argv):
@@ -426,7 +428,7 @@ HEADER = 256  # int32 values: 20240520, 1, number of tokens, zeros; then uint16 
 def check_shard(path):
     """Return (number of tokens, what tells this file from others). RunError: no whole shard."""
     if not os.path.isfile(path):  # opening a pipe would hang
-        raise RunError(f"{path} is not a file")
+        raise RunError(f"cannot read {path}: it is not a file")
     header = np.fromfile(path, "<i4", HEADER).tolist()
     status = os.stat(path)
     known = header[:2] == [20240520, 1] and not any(header[3:])
@@ -441,8 +443,7 @@ class DistributedDataLoader:
     """The batches of a run: consecutive windows of all shards laid end to end.
     Step k reads tokens [k*B*T, (k+1)*B*T], of which rank r takes the r-th equal part: the stream
     does not depend on world_size. The last token is a target only, and the next first input; after
-    the last of all the stream begins again. Raises RunError for no, damaged or changed shards, for
-    tokens that are no ids, and for a batch that the ranks cannot share equally."""
+    the last of all it begins again. RunError: bad shards, or ranks that cannot share a batch."""
 
     pattern: str  # glob of the shards, sorted by name
     batch_size: int  # sequences a step, of all ranks
@@ -540,14 +541,11 @@ def build_optimizers(gpt, args, rank, world_size):
     adamw = torch.optim.AdamW(
         others, args.learning_rate, (0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    ranks = dict(rank=rank, world_size=world_size, dtype=gpt.dtype)
-    muon = Muon(matrices, args.muon_learning_rate, args.muon_momentum, **ranks)
+    rate, momentum, no_decay = args.muon_learning_rate, args.muon_momentum, 0.0
+    muon = Muon(matrices, rate, momentum, no_decay, rank, world_size, gpt.dtype)
     optimizers = [adamw, muon]
     if Counter(p for o in optimizers for p in params_of(o)) != Counter(gpt.parameters()):
         raise RunError("every parameter of the model must be in exactly one optimizer")
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # train_step scales it
     return optimizers
 
 
@@ -576,9 +574,8 @@ def micro_batch_size(sequences, most):
 
 def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: False):
     """Do one optimizer step; return (loss, largest), or None if stop() says so before it is done.
-    inputs, targets: (B, T) int64, this rank's part, taken in micro-batches. loss: the mean over
-    the global batch, float32 scalar; NaN if a gradient is not finite, on any rank. largest: (P,),
-    the largest |gradient| of each parameter on this rank."""
+    inputs, targets: (B, T) int64, of this rank. loss: mean over the global batch, float32 scalar;
+    NaN if any rank has a gradient that is not finite. largest |gradient|: (P,), of this rank."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
     loss = 0.0
@@ -596,7 +593,8 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: 
         sync_gradients(optimizers)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * lr_scale
+            initial_lr = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = initial_lr * lr_scale
         optimizer.step()
         optimizer.zero_grad()
     return torch.where(gradient.isfinite(), loss, torch.nan), largest
@@ -665,8 +663,7 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
         log(f"hyperparameter {name}={value!r}", show=False)
     git = f"git -C '{Path(__file__).parent}' describe --always --dirty --abbrev=40"
     log(f"torch:{torch.__version__} commit:{subprocess.getoutput(git + ' 2>/dev/null')}")
-    cpu = "grep -m1 'model name' /proc/cpuinfo | cut -d: -f2-"
-    device = subprocess.getoutput(cpu).strip()
+    device = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo | cut -d: -f2-").strip()
     if train_loader.device.type == "cuda":
         device = torch.cuda.get_device_name(train_loader.device)
     processes, threads = val_loader.world_size, torch.get_num_threads()
@@ -676,7 +673,7 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             values = sum(p.numel() for p in group["params"])
-            log(f"{type(optimizer).__name__} lr:{group['initial_lr']:g} parameters:{values}")
+            log(f"{type(optimizer).__name__} lr:{group['lr']:g} parameters:{values}")
 
 
 def log_summary(log, args, train_loader, val_loss):
@@ -719,7 +716,8 @@ def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
             os.fsync(file.fileno())
         os.replace(folder / "partial", folder / name)
     except (OSError, RuntimeError) as error:  # such as a full disk
-        return log(f"warning: {name} was not written ({error.__context__ or error})")
+        log(f"warning: {name} was not written ({error.__context__ or error})")
+        return
     log.files = state["files"]
     for old in log.files[: -args.keep_checkpoints]:
         (folder / old).unlink(missing_ok=True)
@@ -766,7 +764,7 @@ def find_checkpoint(args, log):
     if args.resume != "auto":
         if paths and Path(args.resume).parent.resolve() != log.folder.resolve():
             raise RunError(
-                f"{log.folder} holds checkpoints: pass another --run_id or --resume=auto"
+                f"{log.folder} holds checkpoints: pass --resume=auto or another --run_id"
             )
         paths = [Path(args.resume)] if args.resume else []
     for path in paths:
@@ -794,8 +792,7 @@ def join_processes(args):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         gpus = torch.cuda.device_count()
         if device.index >= gpus:
-            fix = "start as many processes, or pass --device=cpu"
-            raise RunError(f"{gpus} GPUs are visible, and this process needs {device}: {fix}")
+            raise RunError(f"{gpus} GPUs are visible: start as many processes, or --device=cpu")
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight recorder
@@ -824,12 +821,11 @@ def product_dtype(args, device):
 
 def open_data(args, rank, world_size, device):
     """Return (train_loader, val_loader). Raises RunError for a plan that cannot work."""
-
     plan = args.sequence_length, rank, world_size, device, args.vocab_size
     train_loader = DistributedDataLoader(args.train_files, args.batch_size, *plan)
     most = (train_loader.total_tokens - 1) // train_loader.window
     if args.num_iterations > most and not args.allow_repeat:
-        fix = f"add shards, or give --num_iterations={most} or --allow_repeat=True"
+        fix = f"add shards, or give --allow_repeat=True or at most --num_iterations={most}"
         raise RunError(f"{args.train_files!r} holds tokens for {most} steps: {fix}")
     micro = micro_batch_size(args.batch_size // world_size, args.device_batch_size)
     val_loader = DistributedDataLoader(args.val_files, micro * world_size, *plan)
@@ -917,7 +913,8 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
             loss = result and result[0].item()
         if result is None:
             save(step, before)
-            return log(f"stopped by a signal after step {step}")
+            log(f"stopped by a signal after step {step}")
+            return None
         log.progress(step + 1, f"train_loss:{loss:.4f}")
         if not math.isfinite(loss):
             values = zip(gpt.named_parameters(), result[1].tolist())
@@ -935,7 +932,7 @@ def main(args, stop=lambda: False):
     stop() is asked by all ranks before each micro-batch; if true, they save and return None."""
     rank, world_size, device = join_processes(args)
     loaders = open_data(args, rank, world_size, device)
-    check_ranks_agree("data", [hash(tuple(loader.contents)) for loader in loaders])
+    check_ranks_agree("data", [loader.contents for loader in loaders])
     torch.manual_seed(args.seed)
     gpt = GPT(args, product_dtype(args, device)).to(device)
     optimizers = build_optimizers(gpt, args, rank, world_size)
@@ -948,7 +945,7 @@ def main(args, stop=lambda: False):
     check_ranks_agree("checkpoints", first_step)
     log_header(log, args, gpt, optimizers, *loaders)
     if args.resume:
-        log(f"resumed: {args.resume} after step {first_step}")
+        log(f"resume={args.resume}: going on after step {first_step}")
     with log.timed("compile"):
         warm_up(gpt, args, loaders[1])
     val_loss = train(args, log, gpt, optimizers, *loaders, first_step, stop)
@@ -965,7 +962,7 @@ def explain(error, args):
         return str(error)
     if re.search("MemoryError|out of memory|allocate memory", repr(error)):
         return f"out of memory: pass less than --device_batch_size={args.device_batch_size}"
-    if "gloo" not in str(error):
+    if "gloo" not in str(error) or not dist.is_initialized():
         return "".join(traceback.format_exception(error)).rstrip()
     trace = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
     trace["pg_config"]["0"] = trace["pg_config"].pop("")  # as its entries call gloo's group
@@ -983,7 +980,8 @@ def command(argv):
         args = parse_args(argv)
         main(args, catch_signals())
     except Exception as error:
-        text, first = explain(error, args), os.environ.get("RANK", "0") == "0"
+        text = explain(error, args)
+        first = os.environ.get("RANK", "0") == "0"
         if dist.is_initialized():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when one rank has failed
             text = f"rank {dist.get_rank()}: {text}"

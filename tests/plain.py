@@ -71,23 +71,14 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
-POLAR_EXPRESS = [
-    (8.156555, -22.483293, 15.878770), (4.042930, -2.808917, 0.500018),
-    (3.891668, -2.772484, 0.506065), (3.285754, -2.368129, 0.464490),
-    (2.346541, -1.709783, 0.423236),
-]  # fmt: skip
-
-
-def plain_newton_schulz(G, steps=5, dtype=torch.bfloat16, coefficients="quintic"):
-    polar = coefficients == "polar_express"
+def plain_newton_schulz(G, steps=5, dtype=torch.bfloat16):
     X = G.to(dtype)
-    X = X / ((1.02 if polar else 1.0) * X.norm() + 1e-7)
+    X = X / (X.norm() + 1e-7)
     if G.size(0) > G.size(1):
         X = X.T
-    for i in range(steps):
-        a, b, c = POLAR_EXPRESS[i] if polar else (3.4445, -4.7750, 2.0315)
+    for _ in range(steps):
         A = X @ X.T
-        X = a * X + b * A @ X + c * A @ (A @ X)
+        X = 3.4445 * X - 4.7750 * A @ X + 2.0315 * A @ (A @ X)
     return X.T if G.size(0) > G.size(1) else X
 
 

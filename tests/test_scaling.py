@@ -1,28 +1,39 @@
-"""Scaling on paper: what must hold for any inputs, and bytes against those that a run logs."""
+"""Scaling on paper: what must hold for any inputs, and bytes against those that the check prints."""
 
 import dataclasses
 import itertools
 import math
 import re
 import sys
+from unittest import mock
 
-import describe
+import check
 import pytest
 import scaling
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report import command, made_from
 from scaling import COUNTS, Setup
 
+import train_gpt2
+
 ms = st.floats(0.01, 1e4)
 setups = st.builds(
-    Setup, forward_backward_ms=ms, newton_schulz_ms=ms, adamw_ms=ms, other_ms=ms,
-    node_gbytes=st.floats(1, 1e4), network_gbytes=st.floats(1, 1e4), latency_us=st.floats(0, 100),
+    Setup,
+    forward_backward_ms=ms,
+    newton_schulz_ms=ms,
+    adamw_ms=ms,
+    other_ms=ms,
+    node_gbytes=st.floats(1, 1e4),
+    network_gbytes=st.floats(1, 1e4),
+    latency_us=st.floats(0, 100),
+    gloo_us=st.floats(0, 1000),
     gpus_a_node=st.sampled_from(COUNTS),
-)  # fmt: skip
+)
 counts = st.sampled_from(COUNTS)
-IDEAL = Setup(node_gbytes=math.inf, network_gbytes=math.inf, latency_us=0.0)
+IDEAL = Setup(node_gbytes=math.inf, network_gbytes=math.inf, latency_us=0.0, gloo_us=0.0)
 WORK = "forward and backward", "Newton-Schulz", "AdamW and the rest"
 
 
@@ -54,11 +65,12 @@ def test_more_gpus_compute_no_slower_and_never_beyond_their_number(setup, W, seq
 
 @pytest.mark.parametrize("W", COUNTS)
 def test_on_perfect_links_only_the_largest_share_of_newton_schulz_stays(W):
-    of, load = scaling.parts(IDEAL, W), scaling.muon(W).load
-    assert of["gradients"] == 0 and of["updates"] == pytest.approx(0, abs=1e-12)
+    of, loads = scaling.parts(IDEAL, W), scaling.muon(W).loads
+    assert of["gradients"] == of["signals"] == 0
+    assert of["updates"] == pytest.approx(0, abs=1e-12)
     assert of["forward and backward"] == pytest.approx(IDEAL.forward_backward_ms / W)
     part = of["Newton-Schulz"] / IDEAL.newton_schulz_ms
-    assert part == pytest.approx(max(load) / sum(load))
+    assert part == pytest.approx(max(loads) / sum(loads))
     largest = max(scaling.share(p.shape) for p in matrices())
     assert max(1 / W, largest) <= part + 1e-12 and part <= 1 / W + largest  # any greedy dealing
     assert sum(scaling.share(p.shape) for p in matrices()) == pytest.approx(1)
@@ -71,40 +83,62 @@ def test_a_trip_sends_what_a_ring_does_however_the_gpus_are_grouped(size, W, gpu
     assert (between == 0) == (gpus_a_node >= W or size == 0)
 
 
-def logged_mib(W):
-    """Return (gradients, updates): MiB a rank sends in a step, as a run of W ranks logs them."""
+def printed_mib(W):
+    """Return (gradients, updates): MiB a rank sends in a step, as the check prints them."""
     gpt = scaling.network()
     optimizers = torch.optim.AdamW(gpt.lm_head.parameters()), scaling.muon(W)
-    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
-        group["initial_lr"] = 0.0
-    line = describe.optimizer_table(gpt, optimizers, W)[-1]
-    return [float(number) for number in re.findall(r"[\d.]+(?= |$)", line.replace(":", " "))]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = 0.0
+    [line] = [line for line in check.optimizer_table(gpt, optimizers, W) if "sent" in line]
+    return [float(number) for number in re.findall(r":([\d.]+)", line)]
 
 
 @pytest.mark.parametrize("W", [2, 4, 8])
-def test_bytes_are_those_that_a_run_logs(W):
+def test_bytes_are_those_that_the_check_prints(W):
     slow = Setup(newton_schulz_ms=0.0, node_gbytes=1.0, latency_us=0.0)  # 10^6 bytes a ms
-    of, (gradients, updates) = scaling.parts(slow, W), logged_mib(W)
-    scalars = 2 * 2 * 4 * (W - 1) / W  # bytes
+    of, (gradients, updates) = scaling.parts(slow, W), printed_mib(W)
+    scalars = 2 * 8 * (W - 1) / W  # bytes
     assert of["gradients"] * 1e6 - scalars == pytest.approx(gradients * 2**20, abs=0.06 * 2**20)
     assert of["updates"] * 1e6 == pytest.approx(updates * 2**20, abs=0.06 * 2**20)
+
+
+def test_the_rounds_are_those_that_muon_sends(monkeypatch):
+    """Muon itself, as one rank of three, with a small model's matrices and nobody to send to."""
+    fields = dict(vocab_size=64, n_layer=5, n_head=2, n_embd=16)
+    with torch.device("meta"):
+        gpt = train_gpt2.GPT(train_gpt2.Hyperparameters(**fields))
+    monkeypatch.setattr(scaling, "network", lambda: gpt)
+    monkeypatch.setattr(scaling, "muon", scaling.muon.__wrapped__)
+    sent = []
+
+    def all_reduce(tensor, async_op):
+        sent.append((tensor.dtype, tensor.numel()))
+        return mock.Mock()
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    params = [torch.zeros(p.shape, requires_grad=True) for p in gpt.h.parameters()]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    train_gpt2.Muon(params, lr=0.1, world_size=3).step()
+    expected = [sum(p.numel() for p in matrices) for matrices in scaling.rounds(3)]
+    assert sent == [(torch.bfloat16, values) for values in expected] and len(sent) > 2
 
 
 @given(setups, counts)
 @settings(max_examples=60, deadline=None)
 def test_updates_hide_behind_newton_schulz_but_the_last_round(setup, W):
-    rounds = [scaling.all_reduce_ms(2 * updates.numel(), W, setup)
-              for updates, _, _ in scaling.muon(W).rounds[0]]
+    values = [sum(p.numel() for p in matrices) for matrices in scaling.rounds(W)]
+    rounds = [scaling.all_reduce_ms(2 * count, W, setup) for count in values]
     work, wait = scaling.muon_ms(setup, W)
     assert rounds[-1] - 1e-9 * (1 + work) <= wait <= sum(rounds) + 1e-9 * (1 + work)
-    assert sum(2 * updates.numel() for updates, _, _ in scaling.muon(W).rounds[0]) == sum(
-        2 * p.numel() for p in matrices())
+    assert sum(values) == sum(p.numel() for p in matrices())
 
 
 @pytest.mark.parametrize("W", COUNTS)
 def test_latency_of_the_reduces_lies_between_one_ring_and_one_after_the_other(W):
     late = dataclasses.replace(IDEAL, latency_us=1000.0)  # a hop a ms
-    trees = 3 * 2 * math.log2(W)  # the head, two scalars
+    trees = 2 * 2 * math.log2(W)  # the head, the scalars
     hops = scaling.gradients_ms(late, W) - trees
     assert W - 1 - 1e-9 <= hops <= len(matrices()) * (W - 1) + 1e-9
     if W == 2:  # by hand: each ring is one hop; the next begins at once only behind its owner
@@ -112,10 +146,16 @@ def test_latency_of_the_reduces_lies_between_one_ring_and_one_after_the_other(W)
         assert hops == pytest.approx(1 + sum(a != b for a, b in itertools.pairwise(owners)))
 
 
+def test_signals_are_asked_for_in_a_ring_of_cpus():
+    slow = dataclasses.replace(IDEAL, gloo_us=1000.0)  # a hop a ms
+    assert [scaling.parts(slow, W)["signals"] for W in (1, 2, 8)] == [0, 2, 14]
+
+
 def test_public_figures_are_met_within_the_printed_errors(capsys):
     scaling.main([])
-    printed = re.findall(r"\| ([\d.]+) (ms|min) \| ([\d.]+) \2 \| ([+-][\d.]+)% \|",
-                         capsys.readouterr().out)
+    printed = re.findall(
+        r"\| ([\d.]+) (ms|min) \| ([\d.]+) \2 \| ([+-][\d.]+)% \|", capsys.readouterr().out
+    )
     rows = scaling.checks()
     assert len(printed) == len(rows) >= 6
     for (_, unit, seen, predicted, _), line in zip(rows, printed):
@@ -130,11 +170,24 @@ def test_a_figure_rescaled_to_its_own_number_of_gpus_is_itself():
         assert scaling.rescaled(500.0, W, W) == pytest.approx(500.0)
 
 
-@pytest.mark.parametrize("argument", [
-    "--node_gbytes=0", "--network_gbytes=-5", "--adamw_ms=-1", "--other_ms=nan",
-    "--forward_backward_ms=0", "--newton_schulz_ms=inf", "--latency_us=-0.1", "--gpus_a_node=0",
-    "--gpus_a_node=6", "--gpus_a_node=2.5", "--adamw_ms=fast", "--speed=1",
-])  # fmt: skip
+BAD = [
+    "--node_gbytes=0",
+    "--network_gbytes=-5",
+    "--adamw_ms=-1",
+    "--other_ms=nan",
+    "--forward_backward_ms=0",
+    "--newton_schulz_ms=inf",
+    "--latency_us=-0.1",
+    "--gloo_us=-1",
+    "--gpus_a_node=0",
+    "--gpus_a_node=6",
+    "--gpus_a_node=2.5",
+    "--adamw_ms=fast",
+    "--speed=1",
+]
+
+
+@pytest.mark.parametrize("argument", BAD)
 def test_a_bad_value_is_refused_in_a_sentence(argument, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["scaling.py", argument])
     with pytest.raises(SystemExit) as refusal:

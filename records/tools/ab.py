@@ -1,17 +1,18 @@
 """Time two commands in turn on this machine, A B B A ..., and compare their logs.
 
-    python records/ab.py "python train_gpt2.py --num_iterations=60" \\
+    python records/tools/ab.py "python train_gpt2.py --num_iterations=60" \\
         "python train_gpt2.py --num_iterations=60 --compile=False" --rounds 6 --out logs/ab
-    python records/ab.py "bash run.sh --num_iterations=60" --python_a OLD/bin/python \\
+    python records/tools/ab.py "bash run.sh --num_iterations=60" --python_a OLD/bin/python \\
         --python_b NEW/bin/python --rounds 6 --out logs/ab      # one command, two environments
-    python records/ab.py --logs records/2026-11-21_Compile      # the table again, from the logs
+    python records/tools/ab.py --logs records/2026-11-21_Compile      # the table, from the logs
 
-Each command starts train_gpt2.py once and gets --run_id, --log_dir and --seed (the round's number)
-added; `python` at its start, and PYTHON for run.sh, are the side's interpreter. --cold gives every
-run empty compiler caches, so that compile seconds are those of a first start. A run's time is a
-median over its steps; a ratio is the geometric mean over rounds of B / A with its 95% t-interval;
-losses, of equal seeds, are subtracted.
-Refused: sides that read other data; between two torch versions also other scripts or settings.
+Each command starts train_gpt2.py, or another script of its kind such as that of an older clone,
+once and gets --run_id, --log_dir and --seed (the round's number) added; `python` at its start, and
+PYTHON for run.sh, are the side's interpreter. --cold gives every run empty compiler caches, so that
+compile seconds are those of a first start. A run's time is a median over its steps; a ratio is the
+geometric mean over rounds of B / A with its 95% t-interval; losses, of equal seeds, are subtracted.
+Refused: a round that lacks a side or a result; sides that read other data; between two torch
+versions also other scripts or settings.
 Close other programs first. A GPU's busy % is sampled each second by nvidia-smi while a run lasts.
 """
 
@@ -20,6 +21,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -29,12 +31,14 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from compare import differences, require, unlike
-from report import command, dots, markdown, percent, save
-from runlog import NAMES, ROOT, logs_in, read
+from compare import check_finished, check_starts, differences, two_functions, unlike
+from report import command, dots, escaped, markdown, new_figure, save
+from runlog import NAMES, ROOT, logs_in, natural, packages, read, require
+
+with packages():
+    from scipy import stats
 
 BUSY = "busy.json"  # {run: mean GPU utilization in %}, beside the logs
 
@@ -60,7 +64,7 @@ METRICS = {  # name: (value of a run, its format, compared as a ratio)
     "peak memory, MiB": (lambda run: run.number("peak_memory"), "{:.0f}", True),
     "compile, s": (lambda run: run.number("compile"), "{:.1f}", True),
     "validation loss": (lambda run: run.val_loss, "{:.4f}", False),
-    "MFU": (percent, "{:.1%}", True),
+    "MFU": (lambda run: run.mfu, "{:.1%}", True),
     "GPU busy (NVML), %": (busy, "{:.0f}", True),
 }
 
@@ -68,11 +72,16 @@ METRICS = {  # name: (value of a run, its format, compared as a ratio)
 def side_command(text, python, name, folder, seed):
     """Return (argv, environment) of one run; name and folder of its log and its seed are added."""
     argv = shlex.split(text)
-    require(argv[:1] in (["python"], ["torchrun"]) or argv[:2] == ["bash", "run.sh"],
-            f"{text!r} must start with python, torchrun or bash run.sh")
+    shell = argv[:1] == ["bash"] and Path("".join(argv[1:2])).name == "run.sh"
+    require(
+        shell or argv[:1] in (["python"], ["torchrun"]),
+        f"{text!r} must start with python, torchrun or bash run.sh",
+    )
     if argv[0] == "torchrun":
         argv[:1] = ["python", "-m", "torch.distributed.run"]
-    if argv[0] != "bash":
+    if shell:
+        folder = os.path.relpath(folder, Path(argv[1]).parent)  # to which run.sh goes
+    else:
         argv[0] = python
     own = [f"--run_id={name}", f"--log_dir={folder}", f"--seed={seed}"]
     return [*argv, *own], os.environ | {"PYTHON": python}
@@ -80,8 +89,9 @@ def side_command(text, python, name, folder, seed):
 
 def torch_of(python):
     """Return the version of torch that an interpreter imports."""
-    done = subprocess.run([python, "-c", "import torch; print(torch.__version__)"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True
+    )
     require(done.returncode == 0, f"{python} cannot import torch: {done.stderr.strip()[-200:]}")
     return done.stdout.split()[-1]
 
@@ -108,8 +118,11 @@ def run_once(argv, environment, log, cold):
         process = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, env=environment)
         utilization = sampled(process)
     said = output.read_text().strip().splitlines()
-    require(process.returncode == 0, f"{shlex.join(argv)} ended with {process.returncode}: "
-                                     f"{said[-1] if said else 'it printed nothing'}")
+    require(
+        process.returncode == 0,
+        f"{shlex.join(argv)} ended with {process.returncode}: "
+        f"{said[-1] if said else 'it printed nothing'}",
+    )
     output.unlink()
     return utilization
 
@@ -126,8 +139,12 @@ def interleave(options, folder):
             argv, environment = side_command(text, pythons[side], name, folder, round_)
             used[name] = run_once(argv, environment, folder / f"{name}.txt", options.cold)
             run = read(folder / f"{name}.txt")
-            require(run.facts["torch"] == versions[side], f"{side} ran torch {run.facts['torch']}, "
-                    f"but {pythons[side]} has {versions[side]}: install the requirements there")
+            check_finished(run)
+            require(
+                run.facts["torch"] == versions[side],
+                f"{side} ran torch {run.facts['torch']}, but {pythons[side]} has {versions[side]}: "
+                f"install the requirements there",
+            )
             print(f"{name}: {step_ms(run):.1f} ms a step", file=sys.stderr, flush=True)
         if round_ == 1:
             check(paired(folder, least=1))
@@ -137,28 +154,35 @@ def interleave(options, folder):
 
 def check(rounds):
     """Raise ValueError for rounds, [(run of A, run of B)], that cannot be compared."""
-    unknown = unlike([run for pair in rounds for run in pair])
-    require(not any("data_hash" in what for what in unknown),
-            "the sides logged no data_hash after as many tokens: give both as many steps")
+    every = [run for pair in rounds for run in pair]
+    check_starts(every)
+    require(
+        not any("data_hash" in what for what in unlike(every)),
+        "the sides logged no data_hash after as many tokens: give both as many steps and one data",
+    )
     for a, b in rounds:
         for run, first in zip((a, b), rounds[0]):
-            require(differences(run, first, NAMES) == "nothing",
-                    f"{run.path} differs from {first.path} in: {differences(run, first, NAMES)}")
-        require(a.facts.get("torch") == b.facts.get("torch") or
-                (a.sources == b.sources and a.definition(NAMES) == b.definition(NAMES)),
-                f"two versions of torch are compared by one script with one set of settings, but "
-                f"these differ: {differences(a, b, NAMES)}")
+            differ = differences(run, first, NAMES)
+            require(differ == "nothing", f"{run.path} differs from {first.path} in: {differ}")
+        one = a.sources == b.sources and a.definition(NAMES) == b.definition(NAMES)
+        require(
+            one or a.facts.get("torch") == b.facts.get("torch"),
+            f"two versions of torch are compared by one script with one set of settings, but these "
+            f"differ: {differences(a, b, NAMES)}",
+        )
 
 
 def paired(folder, least=2):
-    """Return the rounds of a folder, [(run of A, run of B)]."""
+    """Return the rounds of a folder, [(run of A, run of B)]; each log that is there counts."""
     runs = {run.path.stem: run for run in logs_in(folder)}
-    rounds = [(run, runs.get(name.replace("A_", "B_", 1))) for name, run in runs.items()
-              if name.startswith("A_round")]
-    whole = all(b and a.finished and b.finished for a, b in rounds)
-    require(whole and len(rounds) >= least, f"{folder} must hold whole logs A_round1.txt, "
-            f"B_round1.txt, A_round2.txt ... of at least {least} rounds: run ab.py with --out")
-    return rounds
+    names = sorted({name[1:] for name in runs if re.match("[AB]_round", name)}, key=natural)
+    rule = f"{folder} must hold whole logs A_round1.txt, B_round1.txt, A_round2.txt ..."
+    for name in names:
+        for side in "AB":
+            require(side + name in runs, f"{rule}, but {side}{name}.txt is missing")
+            check_finished(runs[side + name])
+    require(len(names) >= least, f"{rule} of at least {least} rounds: run ab.py with --out")
+    return [(runs["A" + name], runs["B" + name]) for name in names]
 
 
 def interval(a, b, ratio):
@@ -176,8 +200,11 @@ def row(name, rounds):
     a, b = ([value(pair[i]) for pair in rounds] for i in (0, 1))
 
     def side(x):
-        return (f"{form.format(statistics.median(x))} ({form.format(min(x))} to "
-                f"{form.format(max(x))})" if None not in x else "n/a")
+        return (
+            f"{form.format(statistics.median(x))} ({form.format(min(x))} to {form.format(max(x))})"
+            if None not in x
+            else "n/a"
+        )
 
     if None in a + b or (ratio and min(a + b) <= 0):
         return [name, side(a), side(b), "n/a"]
@@ -195,22 +222,21 @@ def versions(run):
 def table(rounds):
     """Return the text on a folder's rounds."""
     a, b = rounds[0]
-    return "\n".join([
+    what = (
         f"A: {versions(a)}. B: {versions(b)}. {a.facts.get('device')}, {a.steps} steps of "
         f"{a.tokens_per_step:,} tokens, {len(rounds)} rounds in turn. B differs in: "
-        f"{differences(a, b, NAMES)}.",
-        "",
-        markdown(["median (range)", "A", "B", "B / A, loss B - A (95%)"],
-                 [row(name, rounds) for name in METRICS]),
-    ])  # fmt: skip
+        f"{differences(a, b, NAMES)}."
+    )
+    note = two_functions(a, b)
+    head = ["median (range)", "A", "B", "B / A, loss B - A (95%)"]
+    cells = markdown(head, [row(name, rounds) for name in METRICS])
+    return "\n".join([escaped(what), "", *([note, ""] if note else []), cells])
 
 
 def draw(rounds, path, names):
     """Draw time, memory, compilation and loss of both sides, a dot a round."""
-    from matplotlib.figure import Figure
-
     wanted = "iteration, ms", "peak memory, MiB", "compile, s", "validation loss"
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    figure = new_figure(11, 3.2)
     for axes, metric in zip(figure.subplots(1, len(wanted)), wanted):
         sides = [[METRICS[metric][0](pair[i]) for pair in rounds] for i in (0, 1)]
         require(None not in sides[0] + sides[1], f"a log lacks its {metric}: nothing to draw")
@@ -220,7 +246,8 @@ def draw(rounds, path, names):
 
 def parse(argv):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="A and B, or one for both")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--python_a", default=sys.executable, help="A's interpreter")

@@ -1,4 +1,6 @@
-"""One table from outputs of tests/bench_step.py: python records/lever_table.py FILE... [--only=A,B]
+"""One table from outputs of tests/bench/bench_step.py.
+
+    python records/tools/lever_table.py FILE... [--only=A,B]
 
 A lever's step and memory come from the first file that timed it, its cold start and its loss from
 the first that has them. Ratios are to the script's own step in the same rounds. n/a: not measured.
@@ -9,7 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from report import command
+from report import command, markdown
 from runlog import ROOT
 
 ROW = re.compile(
@@ -20,9 +22,16 @@ ROW = re.compile(
 )
 LEFT_OUT = re.compile(r"(?P<name>\S.*?) +(?P<why>n/a: .*|failed: .*)")
 HEAD = (
-    "lever", "step", "peak memory", "reserved, MiB", "MFU", "cold start, s", "warm start, s",
-    "graphs", "loss",
-)  # fmt: skip
+    "lever",
+    "step",
+    "peak memory",
+    "reserved, MiB",
+    "MFU",
+    "cold start, s",
+    "warm start, s",
+    "graphs",
+    "loss",
+)
 
 
 def rows(path):
@@ -66,14 +75,13 @@ def main(argv):
     only = [a.removeprefix("--only=").split(",") for a in argv if a.startswith("--only=")]
     paths = [a for a in argv if not a.startswith("--")]
     if not paths:
-        raise ValueError("name files that tests/bench_step.py printed")
+        raise ValueError("name files that tests/bench/bench_step.py printed")
     files = [rows(ROOT / path) for path in paths]
     names = only[0] if only else list(dict.fromkeys(name for file in files for name in file))
     names.sort(key=lambda name: name != "script")
     if unknown := [name for name in names if not any(name in file for file in files)]:
         raise ValueError(f"{unknown} are in none of {paths}")
-    for cells in (HEAD, ["---"] * len(HEAD), *(line(files, name) for name in names)):
-        print(f"| {' | '.join(cells)} |")
+    print(markdown(HEAD, [line(files, name) for name in names]))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Tables and pictures from logs; the tables of every README under records/, made anew.
 
-    python records/report.py LOG...                        # a row a run, a row a group
-    python records/report.py muon='records/X/m*.txt' adamw=records/Y --picture curves.png
-    python records/report.py --history                     # the table of all records
-    python records/report.py --refresh                     # write anew what READMEs show
+    python records/tools/report.py LOG...                  # a row a run, a row a group
+    python records/tools/report.py muon='records/X/m*.txt' adamw=records/Y --picture curves.png
+    python records/tools/report.py --history               # the table of all records
+    python records/tools/report.py --refresh               # write anew what READMEs show
 
 LOG: a file, a folder or a quoted glob, ours or a public one of 2024; `name=` before it puts its
 runs into a group of that name, else file names do (muon_seed3.txt: muon). n/a: not in the log.
+n counts every log; a group with a run that was cut or diverged has no mean. Refused: groups, and
+resumed runs, of several val_hashes, numbers of processes or dtypes of products; groups of runs
+that were planned for other numbers of steps; curves of several val_hashes in one picture.
 
 A README holds the command between `<!-- ` and ` -->`, then what it prints, then `<!-- end -->`;
 --refresh runs these commands, --stale names those whose output has changed, and exits with 1.
@@ -15,9 +18,11 @@ A README holds the command between `<!-- ` and ` -->`, then what it prints, then
 import argparse
 import contextlib
 import glob
+import html
 import importlib
 import io
 import itertools
+import math
 import re
 import shlex
 import statistics
@@ -29,37 +34,44 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from runlog import ROOT, fingerprint, logs_in, natural, read
+from runlog import ROOT, fingerprint, logs_in, natural, packages, read, require
 
 BLOCK = re.compile(
-    r"(?P<start><!-- python records/(?P<tool>\w+)\.py(?P<arguments>[^\n]*) -->\n)"
-    r"(?P<text>(?:(?!<!-- ).)*)(?=<!-- end -->\n)", re.S
-)  # fmt: skip
+    r"(?P<start><!-- python records/tools/(?P<tool>\w+)\.py(?P<arguments>[^\n]*) -->\n)"
+    r"(?P<text>(?:(?!<!-- ).)*)(?=<!-- end -->\n)",
+    re.S,
+)
+SAME = {  # facts that runs must share, or their losses do not compare
+    "validation tokens (val_hash)": "val_hash",
+    "number of processes": "processes",
+    "dtype of products": "products",
+}
 
 
 def shown(value, form="{}"):
     return "n/a" if value is None else form.format(value)
 
 
-def percent(run):
-    return run.number("mfu") and run.number("mfu") / 100
+def progress(run):
+    """Return how far a run came."""
+    return f"{run.steps}" if run.finished else f"{run.steps} of {run.last}, {run.fault}"
 
 
 COLUMNS = {  # name: text of a run
     "seed": lambda run: shown(run.seed),
-    "steps": lambda run: f"{run.steps}" if run.finished else f"{run.steps} of {run.last}, cut",
-    "val loss": lambda run: f"{run.val_loss:.4f}",
+    "steps": lambda run: progress(run),
+    "val loss": lambda run: shown(run.val_loss, "{:.4f}"),
     "tokens": lambda run: f"{run.tokens:,}",
-    "train time": lambda run: f"{run.train_ms / 1000:.0f} s",
+    "train time": lambda run: "n/a" if run.train_ms is None else f"{run.train_ms / 1000:.0f} s",
     "ms/step": lambda run: shown(run.ms_per_step, "{:.1f}"),
     "tokens/s": lambda run: shown(run.tokens_per_second, "{:,.0f}"),
-    "MFU": lambda run: shown(percent(run), "{:.1%}"),
+    "MFU": lambda run: shown(run.mfu, "{:.1%}"),
     "peak memory": lambda run: shown(run.number("peak_memory"), "{:.0f} MiB"),
     "compile": lambda run: shown(run.number("compile"), "{:.1f} s"),
     "torch": lambda run: shown(run.facts.get("torch")),
     "device": lambda run: shown(run.facts.get("device")),
     "processes": lambda run: shown(run.facts.get("processes")),
-    "commit": lambda run: re.sub(r"(?<=^\w{9})\w+", "", shown(run.facts.get("commit"))),
+    "commit": lambda run: re.sub(r"\b(\w{9})\w+", r"\1", shown(run.facts.get("commit"))),
     "data hash": lambda run: shown(run.data_hash),
     "val hash": lambda run: shown(run.facts.get("val_hash")),
 }
@@ -73,8 +85,11 @@ def collect(arguments):
         if not pattern or "/" in name:
             name, pattern = None, argument
         paths = sorted(glob.glob(pattern) or glob.glob(str(ROOT / pattern)), key=natural)
-        runs = [run for path in map(Path, paths)
-                for run in (logs_in(path) if path.is_dir() else [read(path)])]
+        runs = [
+            run
+            for path in map(Path, paths)
+            for run in (logs_in(path) if path.is_dir() else [read(path)])
+        ]
         if not runs:
             raise ValueError(f"no log at {pattern!r}: name a log, a folder or a glob of logs")
         for run in runs:
@@ -84,8 +99,7 @@ def collect(arguments):
 
 
 def grouped(named):
-    """Return {group: [Run]} of (name or None, Run); a label in two folders gets the folder's name.
-    """
+    """Return {group: [Run]} of (name or None, Run); a label in two folders gets a folder's name."""
     folders = {}
     for name, run in named:
         if name is None:
@@ -99,8 +113,55 @@ def grouped(named):
     return groups
 
 
+def check(groups):
+    """Raise ValueError unless all runs of a group had one plan and, at each start, one header."""
+    for runs in groups.values():
+        check_starts(runs)
+        for what, name in SAME.items():
+            one_value(what, fact(name), runs)
+        one_value("plan (num_iterations of each start)", plan, runs)
+
+
+def check_starts(runs):
+    """Raise ValueError for a run whose starts differ in what defines a loss."""
+    for run in runs:
+        for what, name in SAME.items():
+            value = run.facts.get(name) or ""
+            require(
+                " then " not in value,
+                f"the {what} of {run.path} differ between its starts, {value}: its loss compares "
+                f"with none",
+            )
+
+
+def fact(name):
+    """Return what gives this fact of a run, or None."""
+    return lambda run: run.facts.get(name)
+
+
+def one_value(what, of, runs):
+    """Raise ValueError if runs differ in a value; return whether all of them hold it."""
+    values = {str(of(run)): run.path for run in runs if of(run) is not None}
+    listed = ", ".join(f"{value} in {path}" for value, path in values.items())
+    require(len(values) < 2, f"the {what} of these runs differ: {listed}; compare like with like")
+    return all(of(run) is not None for run in runs)
+
+
+def plan(run):
+    """Return the steps that a run was started for; a log that is no whole run's says so."""
+    return " then ".join("another log's" if n is None else f"{n}" for n in run.planned) or None
+
+
+def escaped(text):
+    """Return text that is one line of Markdown and neither a cell's end, code nor HTML."""
+    text = html.escape(" ".join(text.splitlines()), quote=False)
+    return re.sub(r"([\\`|])", r"\\\1", text)
+
+
 def markdown(head, rows):
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    """Return a table; whatever the cells hold, they stay cells."""
+    rows = [[escaped(cell) for cell in row] for row in [head, ["---"] * len(head), *rows]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def spread(values, form="{:.4f}"):
@@ -117,13 +178,18 @@ def middle(values, form):
 
 def table(groups):
     """Return the text of all runs: what they share in one line, the rest as a row a run."""
-    cells = {group: [{n: c(run) for n, c in COLUMNS.items()} for run in runs]
-             for group, runs in groups.items()}
+    cells = {
+        group: [{n: c(run) for n, c in COLUMNS.items()} for run in runs]
+        for group, runs in groups.items()
+    }
     rows = [row for of_group in cells.values() for row in of_group]
     varying = [name for name in COLUMNS if len({row[name] for row in rows}) > 1]
-    same = [f"{name} {rows[0][name]}" for name in COLUMNS if name not in varying]
-    body = [[group, *(row[name] for name in varying)]
-            for group, of_group in cells.items() for row in of_group]
+    same = [f"{name} {escaped(rows[0][name])}" for name in COLUMNS if name not in varying]
+    body = [
+        [group, *(row[name] for name in varying)]
+        for group, of_group in cells.items()
+        for row in of_group
+    ]
     lines = [f"All runs: {', '.join(same)}.", ""] if len(rows) > 1 else []
     varying = varying if len(rows) > 1 else list(COLUMNS)
     if len(rows) == 1:
@@ -131,39 +197,48 @@ def table(groups):
     return "\n".join([*lines, markdown(["group", *varying], body)])
 
 
-def finished(groups):
-    """Return the groups without their unfinished runs, whose last loss is not the result."""
-    whole = {group: [run for run in runs if run.finished] for group, runs in groups.items()}
-    return {group: runs for group, runs in whole.items() if runs}
+def loss_of(runs):
+    """Return mean and deviation of a group; n/a if a run has no result: the others are biased."""
+    whole = all(run.finished for run in runs)
+    return spread([run.val_loss for run in runs]) if whole else "n/a"
+
+
+def seconds_of(runs):
+    """Return the median training time of a group, likewise."""
+    times = [run.train_ms / 1000 if run.finished else None for run in runs]
+    return middle(times, "{:.0f} s")
 
 
 def summary(groups):
-    """Return a table of the groups' finished runs: n, loss, median times."""
-    rows = [[group, f"{len(runs)}", f"{runs[0].steps}", spread([run.val_loss for run in runs]),
-             middle([run.train_ms / 1000 for run in runs], "{:.0f} s"),
-             middle([run.ms_per_step for run in runs], "{:.1f}")]
-            for group, runs in finished(groups).items()]
-    cut = sum(not run.finished for runs in groups.values() for run in runs)
+    """Return a table of the groups: n, which counts every run, loss, median times."""
+    rows = []
+    for group, runs in groups.items():
+        per_step = middle([run.ms_per_step for run in runs], "{:.1f}")
+        n, steps = f"{len(runs)}", f"{runs[0].last}"
+        rows.append([group, n, steps, loss_of(runs), seconds_of(runs), per_step])
     head = ["group", "n", "steps", "val loss", "train time, median", "ms/step, median"]
-    return markdown(head, rows) + (f"\n\nLeft out: {cut} unfinished runs." if cut else "")
+    faulty = [run for runs in groups.values() for run in runs if not run.finished]
+    named = ", ".join(f"{escaped(run.path.name)} (step {progress(run)})" for run in faulty)
+    note = f"\n\nNo result, so no mean of their groups: {named}." if faulty else ""
+    return markdown(head, rows) + note
 
 
 def history():
-    """Return the table of all records: a row a group of finished runs, newest record last."""
+    """Return the table of all records: a row a group of runs, newest record last."""
     rows = []
     for folder in sorted(path.parent for path in (ROOT / "records").glob("*/README.md")):
         date, title = folder.name[:10], (folder / "README.md").read_text().partition("\n")[0][2:]
-        groups = finished(grouped([(None, run) for run in logs_in(folder)]))
+        groups = grouped([(None, run) for run in logs_in(folder)])
+        check(groups)
         first = [date, f"[{title}]({folder.name})"]
         if not groups:
             rows.append([*first, "benchmarks", *[""] * 6])
         for group, runs in groups.items():
-            rows.append([
-                *first, group, f"{len(runs)}", f"{runs[0].steps:,}", f"{runs[0].tokens:,}",
-                spread([run.val_loss for run in runs]),
-                middle([run.ms_per_step for run in runs], "{:.1f}"),
-                f"{COLUMNS['device'](runs[0])}, torch {COLUMNS['torch'](runs[0])}",
-            ])  # fmt: skip
+            steps, size = runs[0].last, runs[0].tokens_per_step
+            hardware = f"{COLUMNS['device'](runs[0])}, torch {COLUMNS['torch'](runs[0])}"
+            per_step = middle([run.ms_per_step for run in runs], "{:.1f}")
+            cells = [group, f"{len(runs)}", f"{steps:,}", f"{steps * size:,}"]
+            rows.append([*first, *cells, loss_of(runs), per_step, hardware])
             first = ["", ""]
     head = ["date", "record", "runs", "n", "steps", "tokens", "val loss", "ms/step", "hardware"]
     return markdown(head, rows)
@@ -171,33 +246,50 @@ def history():
 
 def curve(runs, axis):
     """Return (x, losses) of a group: x (P,), losses (n, P), validations that all runs have."""
-    of_runs = [{step: (loss, ms) for step, loss, ms in run.points["val"] if step} for run in runs]
+    of_runs = [
+        {step: (loss, ms) for step, loss, ms in run.points["val"] if step and math.isfinite(loss)}
+        for run in runs
+    ]
     steps = np.array(sorted(set.intersection(*map(set, of_runs))))
-    losses, times = (np.array([[of_run[step][i] for step in steps] for of_run in of_runs])
-                     for i in (0, 1))
-    return {"steps": steps, "tokens": steps * runs[0].tokens_per_step,
-            "train time, s": np.median(times, axis=0) / 1000}[axis], losses
+    losses, times = (
+        np.array([[of_run[step][i] for step in steps] for of_run in of_runs]) for i in (0, 1)
+    )
+    x = {
+        "steps": steps,
+        "tokens": steps * runs[0].tokens_per_step,
+        "train time, s": np.median(times, axis=0) / 1000,
+    }
+    return x[axis], losses
+
+
+def new_figure(width, height):
+    """Return an empty figure of matplotlib's, which only pictures need."""
+    with packages():
+        from matplotlib.figure import Figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def draw(groups, path):
     """Draw validation loss against steps, tokens and time: means, with bands over the seeds."""
-    from matplotlib.figure import Figure
-
     for group, runs in groups.items():
-        if not curve(runs, "steps")[0].size:
-            raise ValueError(f"the runs of {group} share no validation after step 0 to draw")
-    figure = Figure(figsize=(13, 4.5), layout="constrained")
+        shared = curve(runs, "steps")[0].size
+        require(shared, f"the runs of {group} share no validation after step 0 to draw")
+    every = list(itertools.chain(*groups.values()))
+    one_value("validation tokens (val_hash)", fact("val_hash"), every)
+    figure = new_figure(13, 4.5)
     for axes, axis in zip(figure.subplots(1, 3, sharey=True), ("steps", "tokens", "train time, s")):
         for group, runs in groups.items():
             x, losses = curve(runs, axis)
-            axes.plot(x, losses.mean(axis=0), marker="o", markersize=3,
-                      label=f"{group} (n={len(runs)})")
+            label = f"{group} (n={len(runs)})"
+            axes.plot(x, losses.mean(axis=0), marker="o", markersize=3, label=label)
             axes.fill_between(x, losses.min(axis=0), losses.max(axis=0), alpha=0.3, linewidth=0)
         axes.set(xlabel=axis, xlim=(0, None))
         axes.grid(alpha=0.3)
     axes.legend(title="mean; band: least to greatest")
-    late = [losses[:, x >= x[-1] / 10].max() for x, losses in
-            (curve(runs, "steps") for runs in groups.values())]  # the first steps fall too far
+    curves = [curve(runs, "steps") for runs in groups.values()]
+    late = [
+        losses[:, x >= x[-1] / 10].max() for x, losses in curves
+    ]  # the first steps fall too far
     figure.axes[0].set(ylabel="validation loss, nats a token", ylim=(None, max(late) + 0.02))
     members = ((group, run.path) for group, runs in groups.items() for run in runs)
     save(figure, path, draw, curve, *itertools.chain(*members))
@@ -220,15 +312,15 @@ def save(figure, path, *parts):
 
 def made_from(path):
     """Return the fingerprint in a picture, or None."""
-    from PIL import Image
-
+    with packages():
+        from PIL import Image
     return Image.open(path).text.get("Description") if path.exists() else None
 
 
 def run_block(tool, arguments):
-    """Return what a command of a README prints; its status says no more than that."""
+    """Return what a command of a README prints, remarks on stderr apart."""
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         importlib.import_module(tool).main(shlex.split(arguments))
     return printed.getvalue()
 
@@ -256,9 +348,11 @@ def outdated(readme, write):
         return block["start"] + text
 
     before = readme.read_text()
-    if len(BLOCK.findall(before)) != len(re.findall("^<!-- python", before, re.M)):
-        raise ValueError(f"{readme}: give each `<!-- python records/TOOL.py ... -->` a line, and "
-                         "`<!-- end -->` one below")
+    require(
+        len(BLOCK.findall(before)) == len(re.findall("^<!-- python", before, re.M)),
+        f"{readme}: give each `<!-- python records/tools/TOOL.py ... -->` a line, and "
+        f"`<!-- end -->` one below",
+    )
     after = BLOCK.sub(renew, before)
     if write and after != before:
         readme.write_text(after)
@@ -271,7 +365,8 @@ def readmes():
 
 def parse(argv):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("logs", nargs="*", metavar="LOG")
     parser.add_argument("--picture", help="a .png to draw")
     parser.add_argument("--summary", action="store_true", help="only the row a group")
@@ -293,6 +388,7 @@ def main(argv):
         return int(options.stale and bool(changed))
     if options.logs:
         groups = collect(options.logs)
+        check(groups)
         print("\n\n".join([*([] if options.summary else [table(groups)]), summary(groups)]))
         if options.picture:
             draw(groups, options.picture)

@@ -3,8 +3,8 @@
     bash run.sh records/<date>_<Name> [NAME] [--field=value ...]
 
 NAME: which of the record's runs, muon or muon_seed3; without it the first. Sources and settings
-come from its log, data from where that says; fields given here come last (--seed=11). The new loss
-is held against the group's logs: within the 99% prediction interval of their mean and standard
+come from its log, data from where that says; fields given here come last (--seed=11): it executes
+the code in the log, so only repeat logs that you trust. The new loss is held against the group's: within the 99% prediction interval of their mean and standard
 deviation (Student's t) the exit status is 0, else 1; of a single run only the difference is said.
 Other data than the record's, or fields that make it another experiment: refused.
 """
@@ -19,12 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from compare import differences, require, training_data
+from compare import check_finished, check_starts, differences, training_data
 from report import command
-from runlog import INCIDENTAL, ROOT, logs_in, read
+from runlog import INCIDENTAL, ROOT, logs_in, packages, read, require
+
+with packages():
+    from scipy import stats
 
 LEVEL = 0.99
 ROUNDING = 5e-5  # of a logged loss
@@ -33,15 +35,26 @@ OUR_OWN = {"run_id", "log_dir", "resume"}  # settings that a repetition does not
 
 def choose(folder, name):
     """Return (the run to repeat, the runs of its group)."""
-    require(Path(folder).is_dir(), f"{folder} is no record: give one of " + ", ".join(
-        f"records/{path.parent.name}" for path in sorted(ROOT.glob("records/*/README.md"))))
-    runs = [run for run in logs_in(folder) if run.finished]
+    records = [path.parent.name for path in sorted(ROOT.glob("records/*/README.md"))]
+    listed = ", ".join(f"records/{record}" for record in records)
+    require(Path(folder).is_dir(), f"{folder} is no record: give one of {listed}")
+    runs = logs_in(folder)
     names = dict.fromkeys(name for run in runs for name in (run.label, run.path.stem))
-    require(runs and "train_files" in runs[0].settings,
-            f"{folder} holds no log of a whole training run of train_gpt2.py: nothing to repeat")
+    require(
+        runs and "train_files" in runs[0].settings,
+        f"{folder} holds no log of a training run of train_gpt2.py: nothing to repeat",
+    )
     require(name in (None, *names), f"{folder} has no run {name!r}: give one of {[*names]}")
     run = next(run for run in runs if name in (None, run.label, run.path.stem))
-    return run, [other for other in runs if other.label == run.label]
+    group = [other for other in runs if other.label == run.label]
+    check_starts(group)
+    for other in group:
+        check_finished(other)
+        require(
+            len(other.planned) == 1,
+            f"{other.path} was prolonged in a resume, and no run in one go repeats it",
+        )
+    return run, group
 
 
 def unpack(run, folder):
@@ -58,8 +71,8 @@ def fetch(run):
     """Make the data where it is of a kind that this repository can make."""
     pattern = run.settings["train_files"]
     if pattern.startswith("data/torch_sources/"):
-        subprocess.run(["bash", "run.sh", "data"], check=True,
-                       env=os.environ | {"PYTHON": sys.executable})
+        environment = os.environ | {"PYTHON": sys.executable}
+        subprocess.run(["bash", "run.sh", "data"], check=True, env=environment)
     elif pattern.startswith("data/fineweb10B/"):
         shards = -(-run.settings["num_iterations"] * run.tokens_per_step // 10**8)
         subprocess.run([sys.executable, "data/fineweb.py", str(shards)], check=True)
@@ -73,9 +86,9 @@ def repeat(run, fields, log_dir):
     with tempfile.TemporaryDirectory() as folder:
         script = unpack(run, Path(folder).resolve())
         settings = {n: v for n, v in run.settings.items() if n not in OUR_OWN and v is not None}
-        argv = [sys.executable, *(launch if processes > 1 else []), str(script),
-                *(f"--{n}={v}" for n, v in settings.items()), *fields, f"--run_id={name}",
-                f"--log_dir={log_dir}"]
+        argv = [sys.executable, *(launch if processes > 1 else []), str(script)]
+        argv += [f"--{n}={v}" for n, v in settings.items()]
+        argv += [*fields, f"--run_id={name}", f"--log_dir={log_dir}"]
         done = subprocess.run(argv)
     require(done.returncode == 0, f"the repetition ended with exit status {done.returncode}")
     return log_dir / f"{name}.txt"
@@ -91,41 +104,55 @@ def spread(losses):
 
 def judge(again, run, group):
     """Print how the repetition's loss lies; return the exit status."""
-    require(again.facts.get("val_hash") == run.facts.get("val_hash"),
-            f"val_hash is {again.facts.get('val_hash')} here, {run.facts.get('val_hash')} in the "
-            f"record: other validation tokens, so the losses do not compare")
-    require(again.definition() == run.definition(),
-            f"another experiment, and not a repetition: {differences(again, run)}")
+    check_finished(again)
+    here, there = again.facts.get("val_hash"), run.facts.get("val_hash")
+    require(
+        here == there,
+        f"val_hash is {here} here, {there} in the record: other validation tokens, so the losses "
+        f"do not compare",
+    )
+    require(
+        again.definition() == run.definition(),
+        f"another experiment, and not a repetition: {differences(again, run)}",
+    )
     require(not training_data([run, again]), "no data_hash in common: the data cannot be compared")
     losses = [other.val_loss for other in group]
     low, high = spread(losses)
-    print(f"\n{run.path}: seed {run.seed}, loss {run.val_loss:.4f}; again: seed {again.seed}, loss "
-          f"{again.val_loss:.4f}, {again.train_ms / 1000:.0f} s of training after "
-          f"{run.train_ms / 1000:.0f} s there.")
+    print(
+        f"\n{run.path}: seed {run.seed}, loss {run.val_loss:.4f}; again: seed {again.seed}, loss "
+        f"{again.val_loss:.4f}, {again.train_ms / 1000:.0f} s of training after "
+        f"{run.train_ms / 1000:.0f} s there."
+    )
     if len(group) < 2:
         print(f"One run has no spread: the losses differ by {again.val_loss - run.val_loss:+.4f}.")
         return 0
     within = low - ROUNDING <= again.val_loss <= high + ROUNDING
-    print(f"{'Within' if within else 'NOT within'} the spread of {run.label}, {low:.4f} to "
-          f"{high:.4f} ({LEVEL:.0%} prediction interval, n={len(losses)}).")
+    print(
+        f"{'Within' if within else 'NOT within'} the spread of {run.label}, {low:.4f} to "
+        f"{high:.4f} ({LEVEL:.0%} prediction interval, n={len(losses)})."
+    )
     return int(not within)
 
 
 def main(argv):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("name", nargs="?")
     parser.add_argument("--log_dir", type=Path, default="logs")
     options, fields = parser.parse_known_args(argv)
     for field in fields:
-        require(field.startswith("--") and field[2:].partition("=")[0] in INCIDENTAL,
-                f"{field} would make it another experiment: a repetition may only change "
-                f"{', '.join(sorted(INCIDENTAL - OUR_OWN))}")
+        require(
+            field.startswith("--") and field[2:].partition("=")[0] in INCIDENTAL,
+            f"{field} would make it another experiment: a repetition may only change "
+            f"{', '.join(sorted(INCIDENTAL - OUR_OWN))}",
+        )
     run, group = choose(options.folder, options.name)
     logged = run.facts.get("torch")
     if logged != torch.__version__:
         print(f"torch {torch.__version__} here, {logged} in the log")
+    print(f"executing the code in {run.path}: only do this with logs that you trust", flush=True)
     fetch(run)
     return judge(read(repeat(run, fields, options.log_dir)), run, group)
 

@@ -1,4 +1,4 @@
-"""Logs of training runs, read back: ours, and the public speedrun's of 2024 (same grammar)."""
+"""Logs of training runs, read back: ours since 2026-11-20, and the public speedrun's of 2024."""
 
 import ast
 import contextlib
@@ -6,18 +6,55 @@ import hashlib
 import inspect
 import math
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
+# dense bf16 FLOP/s by the device's name; source: the vendor's data sheets
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
 POINT = re.compile(
     r"step:(?P<step>\d+)/(?P<last>\d+) (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms(?: data_hash:(?P<hash>\w+))?"
 )
 NAMES = {"seed", "run_id", "log_dir"}  # settings that tell repetitions apart
+CHECKS = {"checksum_every", "bytes_per_token"}  # settings that only older scripts had, of no effect
 # and those that fit a run to its machine: they do not change its result
-INCIDENTAL = NAMES | {"device_batch_size", "save_every", "keep_checkpoints", "resume",
-                      "comm_timeout", "checksum_every"}
+INCIDENTAL = NAMES | CHECKS
+INCIDENTAL |= {"device_batch_size", "save_every", "keep_checkpoints", "resume", "comm_timeout"}
+# what a script does that lacks a setting: these once could be chosen, or can be since
+IMPLIED = {"muon_coefficients": "quintic", "attention": "auto", "dtype": "auto"}
+
+
+def flops(parameters, n_layer, n_embd, sequence_length):
+    """Return the floating-point operations of a training step for a token: 6N + 12LCT."""
+    return 6 * parameters + 12 * n_layer * n_embd * sequence_length  # attention: to all positions
+
+
+def flops_per_token(gpt, args):
+    """Return flops() of a model with these settings."""
+    parameters = sum(p.numel() for p in gpt.parameters())
+    return flops(parameters, args.n_layer, args.n_embd, args.sequence_length)
+
+
+@contextlib.contextmanager
+def packages():
+    """Turn a failed import of a tool's package into one sentence and status 1."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        fix = f"{sys.executable} -m pip install -r records/requirements.txt"
+        sys.exit(f"{Path(sys.argv[0]).name}: {error.name} is not installed: {fix}")
+
+
+def require(condition, sentence):
+    if not condition:
+        raise ValueError(sentence)
 
 
 @dataclass
@@ -28,6 +65,8 @@ class Run:
     sources: dict  # {path: text} as logged; the first is the training script
     settings: dict  # the hyperparameters
     facts: dict  # {name: text} of the header and the summary
+    planned: tuple = ()  # num_iterations of each start that changed it; None: of another log
+    ended: bool = True  # whether the log says the result; public logs never do
     points: dict = field(default_factory=lambda: {"train": [], "val": []})  # (step, loss, ms)
     hashes: dict = field(default_factory=dict)  # {tokens read: data_hash}
     steps: int = 0  # of the last validation
@@ -35,11 +74,19 @@ class Run:
     ms_per_step: float = None  # mean, as logged
 
     seed = property(lambda self: self.settings.get("seed"))
-    finished = property(lambda self: self.steps == self.last and bool(self.points["val"]))
-    val_loss = property(lambda self: self.points["val"][-1][1])
-    train_ms = property(lambda self: self.points["val"][-1][2])
+    finished = property(lambda self: self.fault is None)
     tokens = property(lambda self: self.steps * self.tokens_per_step)
     data_hash = property(lambda self: self.hashes.get(self.tokens))
+    val_loss = property(lambda self: self.points["val"][-1][1] if self.points["val"] else None)
+    train_ms = property(lambda self: self.points["val"][-1][2] if self.points["val"] else None)
+
+    @property
+    def fault(self):
+        """Return why there is no result: diverged or cut; None if there is one."""
+        losses = [points[-1][1] for points in self.points.values() if points]
+        if not all(map(math.isfinite, losses)):
+            return "diverged"
+        return None if self.ended and losses and self.steps == self.last else "cut"
 
     @property
     def tokens_per_step(self):
@@ -50,6 +97,19 @@ class Run:
         return self.ms_per_step and 1000 * self.tokens_per_step / self.ms_per_step
 
     @property
+    def mfu(self):
+        """Return the share of the GPUs' peak, as logged or from the logged speed; or None."""
+        if self.number("mfu") is not None:
+            return self.number("mfu") / 100
+        peak = PEAK_FLOPS.get(self.facts.get("device"))
+        parameters, processes = self.number("parameters"), self.number("processes")
+        bf16 = self.facts.get("products") == "torch.bfloat16"
+        if not (bf16 and peak and parameters and processes and self.tokens_per_second):
+            return None
+        shape = (self.settings[name] for name in ("n_layer", "n_embd", "sequence_length"))
+        return flops(parameters, *shape) * self.tokens_per_second / (peak * processes)
+
+    @property
     def label(self):
         """The group of runs: the file's name without its seed or round; the folder's for a uuid."""
         name = re.sub(r"_?(seed|round)\d+$", "", self.path.stem)
@@ -57,11 +117,12 @@ class Run:
 
     def definition(self, but=INCIDENTAL):
         """Return the settings that define the run: all but these."""
-        return {name: value for name, value in self.settings.items() if name not in but}
+        settings = IMPLIED | self.settings
+        return {name: settings[name] for name in settings.keys() - but - CHECKS}
 
     def number(self, name):
         """Return a fact as a float, without its unit, or None."""
-        found = re.match(r"[\d.]+", self.facts.get(name) or "")
+        found = re.match(r"\d+(\.\d+)?", self.facts.get(name) or "")
         return float(found[0]) if found else None
 
 
@@ -85,46 +146,78 @@ def defaults(source):
     return {n.target.id: constant(n.value) for n in fields if isinstance(n, ast.AnnAssign)}
 
 
-def our_header(text):
-    """Return (sources, settings, facts) of a log of train_gpt2.py.
+def read_ours(path, text):
+    """Return the Run, without its steps, of a log of train_gpt2.py.
 
-    A resumed run has a header a start. Raises ValueError if they differ in source or in settings
-    that define a run, which would be two runs in one log.
+    A header is the source of the script, until 2026-11-21 also of the files that it imports, and
+    the settings. A resumed run has one a start. Raises ValueError if they differ in source or in
+    settings that define a run, which would be two runs in one log.
     """
     blocks = list(re.finditer(r"(?:^hyperparameter \w+=.*\n)+", text, flags=re.M))
     head = text[: blocks[0].start()]  # the sources
-    settings = [dict(re.findall(r"^hyperparameter (\w+)=(.*)$", block[0], flags=re.M))
-                for block in blocks]
+    settings = []
+    for block in blocks:
+        pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", block[0], flags=re.M)
+        settings.append({name: ast.literal_eval(value) for name, value in pairs})
+    but = INCIDENTAL | {"num_iterations"}
     for block, later in zip(blocks, settings):
-        same = all(later.get(name) == value for name, value in settings[0].items()
-                   if name not in INCIDENTAL | {"num_iterations"})
+        same = all(later.get(name) == settings[0][name] for name in settings[0].keys() - but)
         if not same or not text[: block.start()].endswith(head):
             raise ValueError("resumed as another run")
     parts = re.split(r"^source of (\S+):\n", head, flags=re.M)
     texts = [part[:-1] for part in parts[::2]]  # without the end of the log's line
+    sources = dict(zip(["train_gpt2.py", *parts[1::2]], texts))
     ends = [block.start() - len(head) for block in blocks[1:]] + [len(text)]
     bodies = [text[block.end() : end] for block, end in zip(blocks, ends)]
-    return (dict(zip(["train_gpt2.py", *parts[1::2]], texts)),
-            {name: ast.literal_eval(value) for name, value in settings[-1].items()},
-            our_facts(bodies))
+    planned = list(dict.fromkeys(later["num_iterations"] for later in settings))
+    begin = re.search(r"^step:(\d+)/", bodies[0], flags=re.M)
+    if begin and int(begin[1]) > 1:
+        planned.insert(0, None)
+    ended = re.search(r"^result ", bodies[-1], flags=re.M) is not None
+    return Run(path, sources, settings[-1], facts_of(bodies), tuple(planned), ended)
 
 
-def our_facts(bodies):
-    """Return {name: text} of what follows each header; of several devices or versions, all."""
+def facts_of(bodies):
+    """Return {name: text} of what follows each header; where starts differ, `one then other`."""
+    starts = [header_facts(body) for body in bodies]
     facts = {}
-    for line in bodies[0].splitlines():
-        if line.startswith(("python:", "commit:", "device:", "val data:", "setup:", "compile:")):
+    for name in dict.fromkeys(name for start in starts for name in start):
+        values = dict.fromkeys(start[name] for start in starts if name in start)
+        facts[name] = " then ".join(values)
+    return facts | summary_facts(bodies[-1])
+
+
+def header_facts(body):
+    """Return {name: text} of the lines above the first step."""
+    facts, values = {}, 0
+    for line in body.splitlines():
+        if line.startswith("step:"):
+            break
+        if found := re.match(r"device:(.*?) *(?=processes:)", line):  # a name has blanks
+            facts["device"] = found[1] or None
+            line = line[found.end() :]
+        if found := re.match(r"train data: \d+ shards, ([\d,]+) tokens", line):
+            facts["train_tokens"] = found[1].replace(",", "")
+        elif re.match("python:|torch:|commit:|processes:|val data:|train_tokens:", line):
             facts |= re.findall(r"([a-z_]+):([^\s,]+)", line)
-    for name, pattern in (("torch", r"^python:\S+ torch:(\S+)"), ("device", r"^device:(.+) proc")):
-        found = re.findall(pattern, "\n".join(bodies), flags=re.M)
-        facts[name] = " then ".join(dict.fromkeys(found)) or None
-    for speed in re.findall(r"^tokens/s:.*", bodies[-1], flags=re.M):  # of the whole run
-        facts |= re.findall(r"(\S+?):(\S+)", speed)
+        elif found := re.fullmatch(r"\w+ lr:\S+ parameters:(\d+)", line):
+            values += int(found[1])
+            facts["parameters"] = f"{values}"
+    return {name: text for name, text in facts.items() if text}
+
+
+def summary_facts(body):
+    """Return {name: text} of the lines below the last step: seconds, compilations, speed."""
+    facts = {}
+    for line in body.splitlines():
+        phases = re.fullmatch(r"([a-z]+:[\d.]+s ?)+", line)
+        if phases or line.startswith(("tokens/s:", "compile: ")):
+            facts |= re.findall(r"(\S+?):(\S+)", line)
     return facts
 
 
-def public_header(text):
-    """Return (sources, settings, facts) of a log of the public speedrun, 2024."""
+def read_public(path, text):
+    """Return the Run, without its steps, of a log of the public speedrun, 2024."""
     parts = text.split("=" * 100 + "\n")  # the first ruler is missing in some logs
     source, machine = parts[1:3] if not parts[0] else parts[:2]
     facts = {"commit": None}
@@ -132,24 +225,37 @@ def public_header(text):
         facts["torch"] = found[1]
     if gpus := re.findall(r"^\|\s+\d+\s+(NVIDIA \S.*?)\s+(?:On|Off) ", machine, flags=re.M):
         facts |= {"device": gpus[0], "processes": str(len(gpus))}
-    return {"train_gpt2.py": source}, defaults(source), facts
+    return Run(path, {"train_gpt2.py": source}, defaults(source), facts)
+
+
+def is_ours(text):
+    return "\nhyperparameter " in text
+
+
+def is_public(text):
+    return "=" * 100 in text and re.search(r"^step:\d+/\d+ ", text, flags=re.M) is not None
 
 
 def read(path):
-    """Return the Run of a log. Raises ValueError for a file that is none."""
-    text = Path(path).read_text(errors="replace")
+    """Return the Run of a log, be it finished or not. Raises ValueError for a file that is none."""
+    path = Path(path)
+    text = path.read_text(errors="replace")
     try:
-        header = our_header if "\nhyperparameter " in text else public_header
-        sources, settings, facts = header(text)
-        run = Run(Path(path), sources, settings, facts)
+        run = (read_ours if is_ours(text) else read_public)(path, text)
         for found in map(POINT.match, text.splitlines()):
             if found:
                 add_point(run, found)
-        run.tokens_per_step, run.val_loss  # noqa: B018  both must be there
+        if is_ours(text):
+            run.last = run.settings["num_iterations"]
+        elif not run.points["val"]:
+            raise ValueError("no validation")
+        run.tokens_per_step + run.last  # both must be numbers
     except (ValueError, KeyError, IndexError, SyntaxError, TypeError):
-        raise ValueError(f"{path} is no log of a training run: it must hold the script's source, "
-                         "its hyperparameters and a line `step:N/M val_loss:...`, and if resumed, "
-                         "the same source and settings again") from None
+        raise ValueError(
+            f"{path} is no log of a training run: it must hold the script's source, its "
+            f"hyperparameters and, in a public one, a line `step:N/M val_loss:...`, and if "
+            f"resumed, the same source and settings again"
+        ) from None
     return run
 
 
@@ -168,10 +274,12 @@ def add_point(run, found):
 
 
 def logs_in(folder):
-    """Return the Runs whose logs lie in a folder, sorted by name; other text files are no logs."""
+    """Return the Runs whose logs lie in a folder, sorted by name; other text files are no logs.
+    Raises ValueError for a damaged log: a run that is left out unseen would bias what is said."""
     runs = []
     for path in sorted(Path(folder).glob("*.txt"), key=natural):
-        with contextlib.suppress(ValueError):
+        text = path.read_text(errors="replace")
+        if is_ours(text) or is_public(text):
             runs.append(read(path))
     return runs
 

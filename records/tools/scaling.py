@@ -1,10 +1,10 @@
 """Predict a step's time on 1 to 1024 GPUs, on paper, and say how far public figures disagree.
 
-    python records/scaling.py [--forward_backward_ms=1120 ...] [--picture FILE.png]
+    python records/tools/scaling.py [--forward_backward_ms=1120 ...] [--picture FILE.png]
 
 The _ms options are one device's times in a whole step of the default settings, 512 x 1024 tokens,
-as `python train_gpt2.py --profile` shows them; the others describe the links. What is not given is
-stated, not measured. What travels is read from train_gpt2.py's own Muon, built without storage.
+as `bash run.sh profile` shows them; the others describe the links. What is not given is stated, not
+measured. What travels is read from train_gpt2.py's own Muon, built without storage.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "records")]
+TOOLS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TOOLS.parent.parent), str(TOOLS)]
 from report import command, markdown, save  # noqa: E402
 
-from train_gpt2 import GPT, Hyperparameters, Muon, assign_by_cost, require  # noqa: E402
+from train_gpt2 import GPT, Hyperparameters, Muon  # noqa: E402
 
 ARGS = Hyperparameters()
 COUNTS = [2**k for k in range(11)]  # GPUs
@@ -36,22 +36,27 @@ class Setup:
     """One device's times, ms in a step of 512 sequences, and its links. ValueError: impossible."""
 
     forward_backward_ms: float = stated(1120.0, "[another GPT-2][gpus]: 1,124 ms on one H100")
-    newton_schulz_ms: float = stated(8.2, "1.63 TFLOP (assign_by_cost) at 200 TFLOP/s")
+    newton_schulz_ms: float = stated(8.2, "1.63 TFLOP (Muon.loads) at 200 TFLOP/s")
     adamw_ms: float = stated(0.4, "28 bytes of memory traffic a weight, 38.6M, at 2.7 TB/s")
     other_ms: float = stated(2.0, "a guess: applying updates, norms, loading, launches")
     node_gbytes: float = stated(300.0, "GB/s a GPU sends in its node; [370][links] at best")
     network_gbytes: float = stated(40.0, "GB/s a GPU sends to other nodes, 80% of 400 Gbit/s")
     latency_us: float = stated(3.0, "a hop; [NCCL's table][hops]: 1.9 in a node, 4.0 between")
+    gloo_us: float = stated(30.0, "a guess: a hop between CPUs, whose sum tells of signals")
     gpus_a_node: int = stated(8, "as in the public runs")
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            link = name.endswith("gbytes")  # may be infinite, to see what is left
-            least = "above" if link or name == "forward_backward_ms" else "at least"
-            fits = value > 0 or (value == 0 and least == "at least")
-            require(fits and (link or value < math.inf),
-                    f"{name}={value} must be {least} 0{'' if link else ' and finite'}")
-        require(self.gpus_a_node in COUNTS, f"gpus_a_node={self.gpus_a_node} must be in {COUNTS}")
+            if name.endswith("gbytes"):  # may be infinite, to see what is left
+                legal, fits = "above 0", value > 0
+            elif name == "forward_backward_ms":
+                legal, fits = "above 0 and finite", 0 < value < math.inf
+            else:
+                legal, fits = "at least 0 and finite", 0 <= value < math.inf
+            if not fits:
+                raise ValueError(f"{name}={value} must be {legal}")
+        if self.gpus_a_node not in COUNTS:
+            raise ValueError(f"gpus_a_node={self.gpus_a_node} must be in {COUNTS}")
 
 
 # ---------------------------------------------------------------------------
@@ -64,15 +69,21 @@ def network():
 
 @functools.cache
 def muon(W):
-    """Return the script's optimizer for W ranks: owners, and what travels in each round."""
+    """Return the script's optimizer for W ranks: owners, loads, bundles."""
     return Muon(list(network().h.parameters()), lr=0.0, world_size=W)
+
+
+def rounds(W):
+    """Return the matrices whose updates travel together, of each round of W bundles."""
+    bundles = muon(W).bundles[0]
+    return [sum(bundles[first : first + W], []) for first in range(0, len(bundles), W)]
 
 
 @functools.cache
 def share(shape):
-    """Return a matrix's share of all Newton-Schulz work, as assign_by_cost counts it."""
-    assign_by_cost([shape], cost := [0])
-    return cost[0] / sum(muon(1).load)
+    """Return a matrix's share of all Newton-Schulz work, as Muon.loads counts it."""
+    alone = Muon([torch.empty(shape, device="meta")], lr=0.0)
+    return alone.loads[0] / sum(muon(1).loads)
 
 
 def trip(size, W, gpus_a_node):
@@ -106,8 +117,16 @@ def gradients_ms(setup, W):
     hops = W - 1 + sum((b - a) % W for a, b in itertools.pairwise(owners))
     matrices = 4 * sum(p.numel() for p in network().h.parameters())
     head = all_reduce_ms(4 * network().lm_head.weight.numel(), W, setup)
-    scalars = 2 * all_reduce_ms(4, W, setup)  # the loss, and whether a signal came
+    scalars = all_reduce_ms(8, W, setup)  # the loss and the largest gradient
     return trip_ms(matrices, W, setup) + hops * setup.latency_us / 1000 + head + scalars
+
+
+def signals_ms(setup, W):
+    """Return ms of asking on the CPUs whether a signal came: gloo's ring, round to sum and to tell.
+
+    A step asks before each micro-batch; only the first time has the device nothing else to do.
+    """
+    return 2 * (W - 1) * setup.gloo_us / 1000
 
 
 def muon_ms(setup, W):
@@ -115,11 +134,12 @@ def muon_ms(setup, W):
 
     A round's updates travel in bf16 while the next round is computed.
     """
-    busy, arrived = [0.0] * W, 0.0
-    for updates, slots, _ in muon(W).rounds[0]:
-        for p in slots:
-            busy[muon(W).owner[p]] += setup.newton_schulz_ms * share(p.shape)
-        arrived = max(arrived, *busy) + all_reduce_ms(2 * updates.numel(), W, setup)
+    owner, busy, arrived = muon(W).owner, [0.0] * W, 0.0
+    for matrices in rounds(W):
+        for p in matrices:
+            busy[owner[p]] += setup.newton_schulz_ms * share(p.shape)
+        size = 2 * sum(p.numel() for p in matrices)
+        arrived = max(arrived, *busy) + all_reduce_ms(size, W, setup)
     return max(busy), arrived - max(busy)
 
 
@@ -132,6 +152,7 @@ def parts(setup, W, sequences=ARGS.batch_size):
         "AdamW and the rest": setup.adamw_ms + setup.other_ms,
         "gradients": gradients_ms(setup, W),
         "updates": wait,
+        "signals": signals_ms(setup, W),
     }
 
 
@@ -142,7 +163,7 @@ def measures(setup, W, sequences):
     """
     of = parts(setup, W, sequences)
     ms, alone = sum(of.values()), sum(parts(setup, 1, sequences).values())
-    sent = of["gradients"] + of["updates"]
+    sent = of["gradients"] + of["updates"] + of["signals"]
     return ms, alone / W / ms, sent / ms, 1000 * sequences * ARGS.sequence_length / ms
 
 
@@ -166,24 +187,56 @@ def checks():
     fitting = (before - after + flat) / spared
     minutes = 10.54 / 115  # for each ms of a step, on 2 nodes
     return [
-        ("[record 7][speedrun] on 8 H100, from one H100 of another code", "ms", 141.82,
-         sum(parts(setup, 8).values()), "it hides travel behind the backward pass, we do not"),
-        ("[GPT-2 124M, AdamW][gpus]: 2,509 ms on 1 A100, on 8", "ms", 327.57,
-         rescaled(2509.02, 1, 8), "AdamW does not divide; an A100's links are slower; its page was "
-         "found by files alone"),
-        ("[speedrun of November 2025][four]: 121.9 ms on 4 H100, [on 8][eight]", "ms", 61.31,
-         rescaled(2 * 136.8784 / 2.245, 4, 8), "it sends bf16, hidden; not one machine; read as "
-         "written halved"),
-        ("[nanoGPT][nodes]: 115 ms on 2 nodes of 8 H100, on 8 nodes", "ms", 30.0,
-         rescaled(115, 16, 64), "partly a calibration: its 3 ms of travel on both made us let both "
-         "kinds of links work at once"),
-        ("the same: 10.54 min to a loss on 2 nodes, on 4", "min", 5.88,
-         minutes * rescaled(115, 16, 32), "the number of steps to the loss varies"),
-        ("the same, on 8", "min", 3.38, minutes * rescaled(115, 16, 64),
-         "so, too: 30 ms a step make 2.75 min"),
-        ("[record 5][speedrun] to 6: 178.9 ms, Newton-Schulz then shared by 8", "ms", after,
-         before - setup.newton_schulz_ms * spared + flat,
-         f"newton_schulz_ms={fitting:.0f} would fit: small kernels are far from 200 TFLOP/s"),
+        (
+            "[record 7][speedrun] on 8 H100, from one H100 of another code",
+            "ms",
+            141.82,
+            sum(parts(setup, 8).values()),
+            "it hides travel behind the backward pass, we do not",
+        ),
+        (
+            "[GPT-2 124M, AdamW][gpus]: 2,509 ms on 1 A100, on 8",
+            "ms",
+            327.57,
+            rescaled(2509.02, 1, 8),
+            "AdamW does not divide; an A100's links are slower; its page was found by files alone",
+        ),
+        (
+            "[speedrun of November 2025][four]: 121.9 ms on 4 H100, [on 8][eight]",
+            "ms",
+            61.31,
+            rescaled(2 * 136.8784 / 2.245, 4, 8),
+            "it sends bf16, hidden; not one machine; read as written halved",
+        ),
+        (
+            "[nanoGPT][nodes]: 115 ms on 2 nodes of 8 H100, on 8 nodes",
+            "ms",
+            30.0,
+            rescaled(115, 16, 64),
+            "partly a calibration: its 3 ms of travel on both made us let both "
+            "kinds of links work at once",
+        ),
+        (
+            "the same: 10.54 min to a loss on 2 nodes, on 4",
+            "min",
+            5.88,
+            minutes * rescaled(115, 16, 32),
+            "the number of steps to the loss varies",
+        ),
+        (
+            "the same, on 8",
+            "min",
+            3.38,
+            minutes * rescaled(115, 16, 64),
+            "so, too: 30 ms a step make 2.75 min",
+        ),
+        (
+            "[record 5][speedrun] to 6: 178.9 ms, Newton-Schulz then shared by 8",
+            "ms",
+            after,
+            before - setup.newton_schulz_ms * spared + flat,
+            f"newton_schulz_ms={fitting:.0f} would fit: small kernels are far from 200 TFLOP/s",
+        ),
     ]
 
 
@@ -193,13 +246,14 @@ ASSUMPTIONS = """\
 Assumptions:
 
 - Forward and backward divide exactly; AdamW and the rest are repeated on every GPU.
-- Newton-Schulz is dealt out by assign_by_cost; a round's updates travel, in bf16, during the next.
+- Newton-Schulz is dealt out by cost (Muon.loads); a round's updates travel, in bf16, during the next.
 - Gradients travel in float32 when the backward pass is over: one all_reduce for the tied embedding,
   72 reduces to owners. A trip takes (W-1)/W of a buffer through each GPU, inside nodes first.
 - Latency: an all_reduce waits 2 log2(W) hops, a reduce W-1 in a ring that ends at its owner; a rank
-  begins the next reduce when it has passed on its part of the last.
+  begins the next reduce when it has passed on its part of the last. Whether a signal came is summed
+  by the CPUs, in 2(W-1) hops.
 - Left out: smaller kernels with fewer sequences a GPU, stragglers, starting a collective, shared
-  switches, computing slowed by sending, validation, checksums, checkpoints."""
+  switches, computing slowed by sending, validation, checkpoints."""
 SOURCES = """\
 [gpus]: https://github.com/Any-Winter-4079/GPT-3-Small-Pretraining-Experiments
 [speedrun]: https://github.com/KellerJordan/modded-nanogpt
@@ -232,22 +286,35 @@ def scaling(setup):
 
 
 def page(setup, given):
-    rows = [[field.name, f"{getattr(setup, field.name):g}", "given" if field.name in given else
-             f"stated, not measured: {field.metadata['basis']}"]
-            for field in dataclasses.fields(Setup)]
+    rows = [
+        [
+            field.name,
+            f"{getattr(setup, field.name):g}",
+            "given" if field.name in given else f"stated, not measured: {field.metadata['basis']}",
+        ]
+        for field in dataclasses.fields(Setup)
+    ]
     most, near = ARGS.batch_size, dataclasses.replace(setup, latency_us=0.0)
     bound = ", ".join(f"{part} {ms:.1f}" for part, ms in parts(setup, most).items())
     hops = gradients_ms(setup, most) - gradients_ms(near, most)
-    public = [[what, f"{seen:g} {unit}", f"{predicted:.4g} {unit}", f"{predicted / seen - 1:+.1%}",
-               why] for what, unit, seen, predicted, why in checks()]
-    return "\n\n".join([
-        "Predicted, not measured: a step of the default settings, GPT-2 124M.",
-        markdown(["input", "value", "from"], rows), scaling(setup),
-        "Efficiency: one GPU's time for the same step / the time of all GPUs together. n/a: a "
-        f"sequence is not split. {most} sequences on {most} GPUs, ms: {bound}; of the gradients, "
-        f"{hops:.1f} are latency.", ASSUMPTIONS,
-        "Against public figures, each predicted from another one and the stated inputs:",
-        markdown(["public figure", "seen", "predicted", "error", "why"], public), SOURCES])
+    public = [
+        [what, f"{seen:g} {unit}", f"{predicted:.4g} {unit}", f"{predicted / seen - 1:+.1%}", why]
+        for what, unit, seen, predicted, why in checks()
+    ]
+    return "\n\n".join(
+        [
+            "Predicted, not measured: a step of the default settings, GPT-2 124M.",
+            markdown(["input", "value", "from"], rows),
+            scaling(setup),
+            "Efficiency: one GPU's time for the same step / the time of all GPUs together. n/a: a "
+            f"sequence is not split. {most} sequences on {most} GPUs, ms: {bound}; of the gradients, "
+            f"{hops:.1f} are latency.",
+            ASSUMPTIONS,
+            "Against public figures, each predicted from another one and the stated inputs:",
+            markdown(["public figure", "seen", "predicted", "error", "why"], public),
+            SOURCES,
+        ]
+    )
 
 
 def draw(setup, text, path):
@@ -258,7 +325,7 @@ def draw(setup, text, path):
     for way in sizes(1):
         counts = [W for W in COUNTS if way in sizes(W)]
         ms, efficiency, *_ = zip(*(measures(setup, W, sizes(W)[way]) for W in counts))
-        line, = axes.plot(counts, ms, marker="o", markersize=3, label=way)
+        (line,) = axes.plot(counts, ms, marker="o", markersize=3, label=way)
         axes.plot(counts, [a * b for a, b in zip(ms, efficiency)], "--", color=line.get_color())
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="ms a step, predicted")
     axes.set_xticks(COUNTS, COUNTS)
@@ -268,7 +335,8 @@ def draw(setup, text, path):
 
 def main(argv):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for field in dataclasses.fields(Setup):
         parser.add_argument(f"--{field.name}", type=field.type, help=f"{field.default:g}")
     parser.add_argument("--picture", help="a .png to draw, log-log")

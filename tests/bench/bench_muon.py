@@ -1,8 +1,8 @@
 """Time Muon's step against other implementations, over processes, and predict it for many GPUs.
 
-    python tests/bench_muon.py                 # ours, torch.optim.Muon, plain loops: one process
-    python tests/bench_muon.py --scaling [--processes=2]   # one thread each against one; bytes sent
-    python tests/bench_muon.py --simulate [--tflops=200] [--gbytes=300] [--picture=FILE.png]
+    python tests/bench/bench_muon.py              # ours, torch.optim.Muon, plain loops: one process
+    python tests/bench/bench_muon.py --scaling [--processes=2]     # one thread each against one
+    python tests/bench/bench_muon.py --simulate [--tflops=200] [--gbytes=300] [--picture=FILE.png]
 
 Every contender runs in a process of its own; they take turns, and medians and the ratios of turns
 are printed. A contender that one probe shows to need over a minute a step is left out, with the
@@ -21,13 +21,16 @@ from pathlib import Path
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from plain import PlainMuon
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt2
-from train_gpt2 import Muon, assign_by_cost
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from plain import PlainMuon  # noqa: E402
+
+import train_gpt2  # noqa: E402
+from train_gpt2 import Muon  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = train_gpt2.product_dtype(train_gpt2.Hyperparameters(), DEVICE)
 
 
 def gpt2_shapes(n_layer, C):
@@ -54,12 +57,11 @@ class AddmmMuon(PlainMuon):
 
 
 def make(name, params):
-    dtype = train_gpt2.matmul_dtype(DEVICE)
     if name == "ours":
-        return Muon(params, lr=1e-4)
+        return Muon(params, lr=1e-4, dtype=DTYPE)
     if name == "torch.optim.Muon":
         return torch.optim.Muon(params, lr=1e-4, weight_decay=0.0)
-    return (AddmmMuon if name == "its products" else PlainMuon)(params, lr=1e-4, dtype=dtype)
+    return (AddmmMuon if name == "its products" else PlainMuon)(params, lr=1e-4, dtype=DTYPE)
 
 
 CONTENDERS = ["ours", "torch.optim.Muon", "its products", "plain loop"]
@@ -93,8 +95,7 @@ def memory():
 
 
 def contender(name, shapes, pipe):
-    """Answer each request with a step's seconds, the last with bytes beyond weights and gradients.
-    """
+    """Answer each request with a step's seconds, the last with the bytes that Muon took."""
     probe = make(name, parameters([shapes[0]]))
     seconds_of(probe)
     flops = sum(min(s) ** 2 * (min(s) + 2 * max(s)) for s in shapes)
@@ -124,11 +125,14 @@ def start(target, *arguments):
 def compare(rounds):
     names = [n for n in CONTENDERS if n != "torch.optim.Muon" or hasattr(torch.optim, "Muon")]
     for title, shapes in SETS.items():
-        print(f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {torch.get_num_threads()} "
-              f"threads, {rounds} rounds; products in {train_gpt2.matmul_dtype(DEVICE)}, "
-              f"torch.optim.Muon's in torch.bfloat16")
-        print(f"{'':18s} {'median ms':>10s} {'range':>17s} {'/ ours':>7s} {'range':>13s}"
-              f" {'MiB':>8s}")
+        print(
+            f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {torch.get_num_threads()} "
+            f"threads, {rounds} rounds; products in {DTYPE}, "
+            f"torch.optim.Muon's in torch.bfloat16"
+        )
+        print(
+            f"{'':18s} {'median ms':>10s} {'range':>17s} {'/ ours':>7s} {'range':>13s} {'MiB':>8s}"
+        )
         pipes, times, absent = {}, {}, {}
         for name in names:  # one after the other: probes must not disturb each other
             pipes[name] = start(contender, name, shapes)
@@ -144,9 +148,11 @@ def compare(rounds):
             pipes[name].send(False)
             ms, extra = times[name], pipes[name].recv() / 2**20
             ratios = [t / ours for t, ours in zip(ms, times["ours"])]
-            print(f"{name:18s} {statistics.median(ms):10.1f} {min(ms):8.1f}-{max(ms):8.1f} "
-                  f"{statistics.median(ratios):7.2f} {min(ratios):6.2f}-{max(ratios):6.2f} "
-                  f"{extra:8.1f}")
+            print(
+                f"{name:18s} {statistics.median(ms):10.1f} {min(ms):8.1f}-{max(ms):8.1f} "
+                f"{statistics.median(ratios):7.2f} {min(ratios):6.2f}-{max(ratios):6.2f} "
+                f"{extra:8.1f}"
+            )
 
 
 # ---------------------------------------------------------------------------
@@ -165,7 +171,7 @@ def ranks_main(rank, world_size, shapes, folder, pipe):
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank,
                                 world_size=world_size)  # fmt: skip
     params = parameters(shapes)
-    muon = Muon(params, lr=1e-4, rank=rank, world_size=world_size)
+    muon = Muon(params, lr=1e-4, rank=rank, world_size=world_size, dtype=DTYPE)
     every = torch.optim.SGD(params, lr=0.0)  # no owner: its gradients are all_reduced
 
     def sync(optimizer):
@@ -173,8 +179,11 @@ def ranks_main(rank, world_size, shapes, folder, pipe):
         train_gpt2.sync_gradients([optimizer])
         return time.perf_counter() - begin
 
-    actions = {"step": lambda: seconds_of(muon), "reduce": lambda: sync(muon),
-               "all_reduce": lambda: sync(every)}
+    actions = {
+        "step": lambda: seconds_of(muon),
+        "reduce": lambda: sync(muon),
+        "all_reduce": lambda: sync(every),
+    }
     muon.step()
     pipe.send(None)
     while action := pipe.recv():
@@ -197,13 +206,15 @@ def ask(team, action):
 def scaling(rounds, processes):
     for title, shapes in SETS.items():
         numel = sum(m * n for m, n in shapes)
-        print(f"\n{title}: processes of one thread each, gloo, {rounds} rounds, "
-              f"products in {train_gpt2.matmul_dtype(DEVICE)}")
+        print(
+            f"\n{title}: processes of one thread each, gloo, {rounds} rounds, products in {DTYPE}"
+        )
         teams, times = {}, {}
         for world_size in (1, processes):
             folder = tempfile.mkdtemp()
-            teams[world_size] = [start(ranks_main, rank, world_size, shapes, folder)
-                                 for rank in range(world_size)]
+            teams[world_size] = [
+                start(ranks_main, rank, world_size, shapes, folder) for rank in range(world_size)
+            ]
             for pipe in teams[world_size]:
                 pipe.recv()
 
@@ -222,11 +233,15 @@ def scaling(rounds, processes):
         for key, ms in times.items():
             line = f"{key[0]} x {key[1]:10s} median {statistics.median(ms):9.1f} ms"
             if key[0] > 1:
-                line += (f", sent {statistics.median(sizes[key]):7.1f} MiB a rank, "
-                         f"the least {ring * bytes_a_value[key[1]]:7.1f}")
+                line += (
+                    f", sent {statistics.median(sizes[key]):7.1f} MiB a rank, "
+                    f"the least {ring * bytes_a_value[key[1]]:7.1f}"
+                )
             print(line)
-        print(f"step, one process / {processes}: {statistics.median(ratios):.2f} "
-              f"({min(ratios):.2f}-{max(ratios):.2f})")
+        print(
+            f"step, one process / {processes}: {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f}-{max(ratios):.2f})"
+        )
 
 
 # ---------------------------------------------------------------------------
@@ -251,27 +266,30 @@ def predict(shapes, W, flops, bandwidth, latency):
             loads[owner] += our_cost(shape)
         return max(loads) / flops
 
-    owners = assign_by_cost(shapes, [0] * W)
-    balanced = busiest(owners)
-    waiting = [sorted((s for s, o in zip(shapes, owners) if o == rank), key=lambda s: -s[0] * s[1])
-               for rank in range(W)]
+    params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    muon = Muon(params, lr=1e-4, world_size=W)
+    balanced = busiest(muon.owner[p] for p in params)
     computed, travelled = [0.0] * W, 0.0
-    for round_ in itertools.zip_longest(*waiting):
-        computed = [t + (our_cost(s) / flops if s else 0) for t, s in zip(computed, round_)]
-        size = sum(s[0] * s[1] for s in round_ if s)
+    bundles = muon.bundles[0]
+    for first in range(0, len(bundles), W):
+        size = 0
+        for bundle in bundles[first : first + W]:
+            computed[muon.owner[bundle[0]]] += sum(our_cost(p.shape) for p in bundle) / flops
+            size += sum(p.numel() for p in bundle)
         travelled = max(travelled, max(computed)) + 2 * ring * 2 * size + trips
+    sent = ring * 2 * numel  # bf16, once around
+    dealt_in_turn = busiest(i % W for i in range(len(shapes)))
     return {
-        "round robin": 1000 * (busiest(i % W for i in range(len(shapes)))
-                               + 2 * ring * 2 * numel + trips),
-        "balanced": 1000 * (balanced + 2 * ring * 2 * numel + trips),
+        "round robin": 1000 * (dealt_in_turn + 2 * sent + trips),
+        "balanced": 1000 * (balanced + 2 * sent + trips),
         "balanced, overlapped": 1000 * travelled,
-        "balanced, all_gather": 1000 * (balanced + ring * 2 * numel + trips),
-    }  # fmt: skip
+        "balanced, all_gather": 1000 * (balanced + sent + trips),
+    }
 
 
 def measured_flops():
     """FLOP/s of our step on the 124M set, on this device."""
-    muon = Muon(parameters(SETS["GPT-2 124M"]), lr=1e-4)
+    muon = Muon(parameters(SETS["GPT-2 124M"]), lr=1e-4, dtype=DTYPE)
     seconds_of(muon)
     spent = statistics.median(seconds_of(muon) for _ in range(5))
     return sum(map(our_cost, SETS["GPT-2 124M"])) / spent
@@ -282,10 +300,14 @@ def simulate(tflops, gbytes, picture):
     if not tflops and DEVICE.type == "cuda":
         tflops, source = measured_flops() / 1e12, "measured here"
     tflops = tflops or 200.0
-    print(f"Muon's step on GPT-2 124M, predicted, ms. Newton-Schulz at {tflops:.0f} TFLOP/s "
-          f"({source}), all ranks send {gbytes:.0f} GB/s at once (stated), 20 us a collective.")
-    print("Left out: momentum and weight updates (a few passes over memory), launch times, and\n"
-          "that computing and sending share the memory. A round is one matrix a rank.")
+    print(
+        f"Muon's step on GPT-2 124M, predicted, ms. Newton-Schulz at {tflops:.0f} TFLOP/s "
+        f"({source}), all ranks send {gbytes:.0f} GB/s at once (stated), 20 us a collective."
+    )
+    print(
+        "Left out: momentum and weight updates (a few passes over memory), launch times, and\n"
+        "that computing and sending share the memory. Overlapped: as train_gpt2.Muon does it."
+    )
     counts = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
     shapes = SETS["GPT-2 124M"]
     rows = [predict(shapes, W, tflops * 1e12, gbytes * 1e9, 20e-6) for W in counts]
@@ -307,7 +329,8 @@ def simulate(tflops, gbytes, picture):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--processes", type=int, default=2)

@@ -1,9 +1,9 @@
-"""Time a training step against others: python tests/bench_step.py [LEVER ...] [--field=value ...]
+"""Time a step against others: python tests/bench/bench_step.py [LEVER ...] [--field=value ...]
 
-Without names against the plain step; `all`: every lever of tests/levers.py that exists here. Each
-side has a process of its own (two for those named x2): it compiles with an empty cache (cold), once
-more with a full one (warm), and then does a few steps whenever it is its turn, in an order drawn
-anew each round, so that a drifting machine hurts all. The fields are Hyperparameters, and
+Without names against the plain step; `all`: every lever of tests/bench/levers.py that exists here.
+Each side has a process of its own (two for those named x2): it compiles with an empty cache (cold),
+once more with a full one (warm), and then does a few steps whenever it is its turn, in an order
+drawn anew each round, so that a drifting machine hurts all. The fields are Hyperparameters, and
 
     --rounds=9 --steps=3    so many rounds of so many steps
     --together=5            sides in memory at a time; each group has the script's step again
@@ -14,6 +14,7 @@ Without train_files the tokens are random. Ratios are to the script's step of th
 median, and the least and greatest. Run it alone: another process makes the figures worthless.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -30,13 +31,20 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "records/tools", "tests", "tests/bench")]
 
 SETTINGS = {
-    "n_layer": 4, "n_head": 2, "n_embd": 256, "vocab_size": 50304, "batch_size": 16,
-    "device_batch_size": 16, "sequence_length": 256, "val_tokens": 4096, "train_files": "",
-}  # fmt: skip
+    "n_layer": 4,
+    "n_head": 2,
+    "n_embd": 256,
+    "vocab_size": 50304,
+    "batch_size": 16,
+    "device_batch_size": 16,
+    "sequence_length": 256,
+    "val_tokens": 4096,
+    "train_files": "",
+}
 OPTIONS = {"rounds": 9, "steps": 3, "together": 5, "loss_steps": 0, "cold": True}
 COLUMNS = (
     "lever              ms/step ratio (least..greatest)   MFU   peak MiB (ratio) reserved"
@@ -48,50 +56,89 @@ COLUMNS = (
 # a side, in its own process: reads a command a line from stdin, answers with a line of JSON
 
 
+def device_name(device):
+    """Return the name of a GPU, or of the CPU's model as Linux knows it."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    return found[1] if found else platform.machine()
+
+
 def tokens_of(args, rank, world_size, device):
     """Yield (inputs, targets) of this rank for ever: of train_files, or always the same, random."""
     import torch
 
     import train_gpt2
 
+    B, T = args.batch_size, args.sequence_length
     if args.train_files:
         loader = train_gpt2.DistributedDataLoader(
-            args.train_files, args.batch_size, args.sequence_length, rank, world_size, device,
-            allow_repeat=True, vocab_size=args.vocab_size,
-        )  # fmt: skip
+            args.train_files, B, T, rank, world_size, device, args.vocab_size
+        )
         while True:
             yield loader.next_batch()
     generator = torch.Generator().manual_seed(0)
-    shape = args.batch_size * args.sequence_length + 1
-    tokens = torch.randint(args.vocab_size, (shape,), generator=generator).to(device)
-    both = tokens[:-1].view(-1, args.sequence_length), tokens[1:].view(-1, args.sequence_length)
-    part = slice(rank * len(both[0]) // world_size, (rank + 1) * len(both[0]) // world_size)
+    tokens = torch.randint(args.vocab_size, (B * T + 1,), generator=generator).to(device)
+    inputs, targets = tokens[:-1].view(B, T), tokens[1:].view(B, T)
+    part = slice(rank * B // world_size, (rank + 1) * B // world_size)
     while True:
-        yield both[0][part], both[1][part]
+        yield inputs[part], targets[part]
 
 
-def prepare_step(run, gpt, args, device, world_size, rank):
-    """Return (model, step): step(inputs, targets) trains once and returns the loss, a tensor."""
+def prepare_plain(run, gpt, args, dtype):
+    """Return (model, warm_up, step) of tests/plain.py, with the weights of gpt."""
     import plain
-    import torch
 
-    import train_gpt2
+    model = plain.PlainGPT(args).to(gpt.lm_head.weight.device)
+    model.load_state_dict(gpt.state_dict())
+    optimizers = plain.plain_optimizers(model, args, dtype)
 
-    if run.plain:
-        model = plain.PlainGPT(args).to(device)
-        model.load_state_dict(gpt.state_dict())
-        dtype = train_gpt2.matmul_dtype(device)  # of both sides: that of the machine
-        optimizers = plain.plain_optimizers(model, args, dtype)
+    def warm_up(batches):
         if run.plain_compiled:
             model.compile(dynamic=False)
-        return model, lambda x, y: plain.plain_step(
-            model, optimizers, x, y, dtype, args.device_batch_size
-        )
+
+    def step(inputs, targets):
+        return plain.plain_step(model, optimizers, inputs, targets, dtype, args.device_batch_size)
+
+    return model, warm_up, step
+
+
+def prepare_script(gpt, args, rank, world_size):
+    """Return (model, warm_up, step) of train_gpt2.py, as the module now is."""
+    import train_gpt2
+
     optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
-    largest = torch.zeros(len(list(gpt.parameters())), device=device)
-    if args.compile:
-        run.compile(gpt)
-    return gpt, lambda x, y: train_gpt2.train_step(gpt, optimizers, x, y, 1.0, args, largest)
+
+    def warm_up(batches):
+        inputs, targets = next(batches)
+        size = train_gpt2.micro_batch_size(len(inputs), args.device_batch_size)
+        batch = inputs[:size], targets[:size]
+        train_gpt2.warm_up(gpt, args, SimpleNamespace(next_batch=lambda: batch))
+
+    def step(inputs, targets):
+        loss, _ = train_gpt2.train_step(gpt, optimizers, inputs, targets, 1.0, args)
+        return loss
+
+    return gpt, warm_up, step
+
+
+def validation_loss(model, args, rank, world_size, device):
+    """Return the loss of the first val_tokens tokens of val_files."""
+    import train_gpt2
+
+    size = train_gpt2.micro_batch_size(args.batch_size // world_size, args.device_batch_size)
+    loader = train_gpt2.DistributedDataLoader(
+        args.val_files,
+        size * world_size,
+        args.sequence_length,
+        rank,
+        world_size,
+        device,
+        args.vocab_size,
+    )
+    return train_gpt2.evaluate(model, loader, args.val_tokens)
 
 
 def work(name, settings, rank, world_size, rendezvous):
@@ -102,27 +149,33 @@ def work(name, settings, rank, world_size, rendezvous):
     import torch._dynamo
     import torch.distributed as dist
     from levers import LEVERS
+    from runlog import PEAK_FLOPS, flops_per_token
+    from torch.nn.attention import sdpa_kernel
 
     import train_gpt2
 
     def say(**values):
         print(json.dumps(values), file=answer, flush=True)
 
-    run = SimpleNamespace(
-        settings=settings, plain=False, plain_compiled=False, ddp=None,
-        compile=train_gpt2.compile_whole,
-    )  # fmt: skip
+    run = SimpleNamespace(settings=settings, attention=None, plain=False, plain_compiled=False)
     LEVERS[name].change(train_gpt2, run)
     args = train_gpt2.Hyperparameters(**run.settings)
-    _, _, device = train_gpt2.place_in_world(args)
     if world_size > 1:
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size,
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=300),
-        )  # fmt: skip
+        )
+    rank, world_size, device = train_gpt2.join_processes(args)
+    dtype = train_gpt2.product_dtype(args, device)
     torch.manual_seed(args.seed)
-    gpt = train_gpt2.GPT(args).to(device)
-    model, step = prepare_step(run, gpt, args, device, world_size, rank)
+    gpt = train_gpt2.GPT(args, dtype).to(device)
+    if run.plain:
+        model, warm_up, step = prepare_plain(run, gpt, args, dtype)
+    else:
+        model, warm_up, step = prepare_script(gpt, args, rank, world_size)
     batches, done = tokens_of(args, rank, world_size, device), 0
 
     def steps(count):
@@ -141,17 +194,23 @@ def work(name, settings, rank, world_size, rendezvous):
         torch.cuda.empty_cache()  # does nothing without one
         return seconds, loss
 
-    with train_gpt2.attention_kernel(args, device) as kernel:
-        seconds, loss = steps(1)
+    allowed = sdpa_kernel(run.attention) if run.attention else contextlib.nullcontext()
+    with allowed:
+        start = time.perf_counter()
+        warm_up(tokens_of(args, rank, world_size, device))
+        _, loss = steps(1)
+        seconds = time.perf_counter() - start
         torch.cuda.empty_cache()  # others start beside this side
-        cuda = device.type == "cuda"
-        peak = train_gpt2.describe.PEAK_FLOPS.get(torch.cuda.get_device_name() if cuda else "")
+        name = device_name(device)
         say(
-            compile=seconds, loss=loss, kernel=kernel, device=str(device), torch=torch.__version__,
-            name=train_gpt2.describe.environment(device)[1],
-            threads=torch.get_num_threads(), products=str(train_gpt2.matmul_dtype(device)),
-            flops=train_gpt2.describe.flops_per_token(gpt, args), peak=peak,
-        )  # fmt: skip
+            compile=seconds,
+            loss=loss,
+            device=str(device),
+            name=name,
+            threads=torch.get_num_threads(),
+            flops=flops_per_token(gpt, args),
+            peak=PEAK_FLOPS.get(name),
+        )
         for line in sys.stdin:
             command, *rest = line.split()
             if command == "end":
@@ -161,15 +220,11 @@ def work(name, settings, rank, world_size, rendezvous):
                 say(seconds=seconds, loss=loss)
             elif command == "loss":
                 steps(max(0, int(rest[0]) - done))
-                val_loader = train_gpt2.DistributedDataLoader(
-                    args.val_files, args.device_batch_size * world_size, args.sequence_length, rank,
-                    world_size, device, allow_repeat=True, vocab_size=args.vocab_size,
-                )  # fmt: skip
-                say(loss=train_gpt2.evaluate(model, val_loader, args.val_tokens), steps=done)
+                say(loss=validation_loss(model, args, rank, world_size, device), steps=done)
             elif command == "memory":
                 mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
                 reserved = None
-                if cuda:
+                if device.type == "cuda":
                     mib = torch.cuda.max_memory_allocated() / 2**20
                     reserved = torch.cuda.max_memory_reserved() / 2**20
                 graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -194,15 +249,18 @@ class Side:
             environment["TORCHINDUCTOR_CACHE_DIR"] = cache.name
         if lever.processes > 1:
             environment["OMP_NUM_THREADS"] = "1"
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--worker", json.dumps(
-                    [lever.name, settings, rank, lever.processes, f"{self.folder.name}/meet"])],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+        self.processes = []
+        for rank in range(lever.processes):
+            given = lever.name, settings, rank, lever.processes, f"{self.folder.name}/meet"
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--worker", json.dumps(given)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.errors,
+                text=True,
                 env=environment,
             )
-            for rank in range(lever.processes)
-        ]  # fmt: skip
+            self.processes.append(process)
         try:
             self.hear()
         except RuntimeError:
@@ -290,7 +348,7 @@ def row(side, base, tokens):
 
 def available(lever, device, products):
     """Return why a lever cannot be measured here, or an empty string."""
-    have = {device, products.removeprefix("torch.").replace("bfloat16", "bf16")}
+    have = {device, products.removeprefix("torch.")}
     if lever.needs and lever.needs not in have:
         return f"needs {lever.needs}"
     return ""
@@ -318,8 +376,8 @@ def main(argv):
     settings = dataclasses.asdict(args)
     if options["loss_steps"] and not args.train_files:
         sys.exit("--loss_steps needs real text: give --train_files and --val_files")
-    _, _, device = train_gpt2.place_in_world(args)
-    products = str(train_gpt2.matmul_dtype(device))
+    _, _, device = train_gpt2.join_processes(args)
+    products = str(train_gpt2.product_dtype(args, device))
     print(f"command: python {' '.join(sys.argv)}\n{args}\n{options}", flush=True)
     print(f"torch {torch.__version__}, {platform.platform()}, products in {products}")
     names = names or ["plain"]
@@ -351,12 +409,16 @@ def compare(levers, settings, options, args):
                 return
     measure(sides, options)
     now = sides[0].figures
-    print(f"\n{now['device']} {now['name']}, {now['threads']} threads, attention: {now['kernel']}")
+    tokens = args.batch_size * args.sequence_length
+    print(f"\n{now['device']} {now['name']}, {now['threads']} threads")
     print(COLUMNS)
     for side in sides:
-        print(row(side, sides[0], args.batch_size * args.sequence_length), flush=True)
+        print(row(side, sides[0], tokens), flush=True)
     for side in sides:
-        print(f"seconds {side.lever.name}: {' '.join(f'{s:.4f}' for s in side.seconds)}")
+        if side.seconds:
+            speed = tokens / statistics.median(side.seconds)
+            print(f"tokens/s {side.lever.name}: {speed:.0f}")
+            print(f"seconds {side.lever.name}: {' '.join(f'{s:.4f}' for s in side.seconds)}")
     sys.stdout.flush()
 
 

@@ -1,17 +1,21 @@
-"""The levers of tests/bench_step.py: each turns one thing of the training step on or off.
+"""The levers of tests/bench/bench_step.py: each turns one thing of the training step on or off.
 
 A lever is a function of (train_gpt2, run): it changes the module before a model is made, or what
-`run` says about the run: settings (a dict of Hyperparameters), compile(gpt), and whether the step
-is `plain`. Its decorator says what it needs, of "cuda", "cpu", "bf16", "float32" (products of the
-device); the number of processes; environment variables that must be there when a process starts.
+`run` says about the run: settings (a dict of Hyperparameters), attention (the kernels allowed, None
+for all), and whether the step is `plain`. Its decorator says what it needs, of "cuda", "cpu",
+"bfloat16", "float32" (products of the device); the number of processes; environment variables that
+must be there when a process starts.
 """
 
+import inspect
 from types import SimpleNamespace
 
 import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend
 
 LEVERS = {}  # name: lever, in the order of the table
 BYTES = 2**34  # more than any tensor here: freed memory is kept, not given back to the system
@@ -22,10 +26,13 @@ def lever(name, what, needs="", processes=1, **environment):
 
     def add(change):
         LEVERS[name] = SimpleNamespace(
-            name=name, what=what, needs="cpu" if processes > 1 and not needs else needs,
-            processes=processes, environment=environment,
+            name=name,
+            what=what,
+            needs="cpu" if processes > 1 and not needs else needs,
+            processes=processes,
+            environment=environment,
             change=change,
-        )  # fmt: skip
+        )
         return change
 
     return add
@@ -34,6 +41,15 @@ def lever(name, what, needs="", processes=1, **environment):
 def setting(name, what, needs="", **settings):
     """Add a lever that is no more than other settings."""
     lever(name, what, needs)(lambda train_gpt2, run: run.settings.update(settings))
+
+
+def rewrite(train_gpt2, name, *replacements):
+    """Define a class or function of the module again, with pieces of its source replaced."""
+    source = inspect.getsource(getattr(train_gpt2, name))
+    for old, new in replacements:
+        assert source.count(old) == 1, f"{name} no longer holds {old!r} once"
+        source = source.replace(old, new)
+    exec(source, vars(train_gpt2))
 
 
 @lever("script", "train_gpt2.py as it is")
@@ -55,10 +71,20 @@ def plain_compiled(train_gpt2, run):
 # ---------------------------------------------------------------------------
 # attention
 
-setting("cudnn attention", "attention=cudnn", "cuda", attention="cudnn")
-setting("flash attention", "attention=flash", "cuda", attention="flash")
-setting("efficient attention", "attention=efficient", "cuda", attention="efficient")
-setting("math attention", "attention=math", attention="math")
+
+def attention(name, backend, needs=""):
+    """Add a lever that allows no other attention kernel than this one."""
+
+    def change(train_gpt2, run):
+        run.attention = backend
+
+    lever(f"{name} attention", f"sdpa_kernel({backend.name})", needs)(change)
+
+
+attention("cudnn", SDPBackend.CUDNN_ATTENTION, "cuda")
+attention("flash", SDPBackend.FLASH_ATTENTION)
+attention("efficient", SDPBackend.EFFICIENT_ATTENTION, "cuda")
+attention("math", SDPBackend.MATH)
 
 
 @lever("FlexAttention", "a causal block mask instead of is_causal", "cuda")  # CPU: no backward
@@ -83,46 +109,42 @@ def flex(train_gpt2, run):
 # residual stream, head and loss
 
 
-def replaces_loss(function):
-    """Return a change that takes function(x, weight, low, targets) for the head's loss."""
+def loss_of_head(name, what, function, needs=""):
+    """Add a lever that takes function(x, weight, targets) for the head's loss; weight as x."""
+
+    def apply(x, weight, targets):
+        return function(x, weight.type_as(x), targets).float()
 
     def change(train_gpt2, run):
-        train_gpt2.LinearCrossEntropy = SimpleNamespace(
-            apply=lambda x, weight, low, targets, with_grad: function(x, weight, targets)
-        )
+        train_gpt2.ChunkedCrossEntropy = SimpleNamespace(apply=apply)
 
-    return change
+    lever(name, what, needs)(change)
 
 
-lever("full float32 logits", "cross_entropy of all logits in float32")(
-    replaces_loss(
-        lambda x, weight, targets: F.cross_entropy(
-            (x @ weight.type_as(x).T).float(), targets, ignore_index=-1
-        )
-    )
-)
-lever("full bf16 logits", "cross_entropy of all logits in bf16", "bf16")(
-    replaces_loss(
-        lambda x, weight, targets: F.cross_entropy(
-            x @ weight.type_as(x).T, targets, ignore_index=-1
-        ).float()
-    )
-)
+def float32_logits(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=-1)
+
+
+def bf16_logits(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1)
+
+
+def fused(x, weight, targets):
+    return F.linear_cross_entropy(x, weight, targets, ignore_index=-1)
+
+
+loss_of_head("full float32 logits", "cross_entropy of all logits in float32", float32_logits)
+loss_of_head("full bf16 logits", "cross_entropy of all logits in bf16", bf16_logits, "bfloat16")
 if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
-    lever("F.linear_cross_entropy", "torch's own fused head and loss")(
-        replaces_loss(
-            lambda x, weight, targets: F.linear_cross_entropy(
-                x, weight.type_as(x), targets, ignore_index=-1
-            ).float()
-        )
-    )
+    loss_of_head("F.linear_cross_entropy", "torch's own fused head and loss", fused)
 
 
 def chunks(count):
     """Add a lever that computes the loss in so many chunks of tokens."""
+    size = "max(512 * 50304 // len(weight), len(x) // 8)", f"-(-len(x) // {count})"
 
     def change(train_gpt2, run):
-        train_gpt2.CHUNK_LOGITS, train_gpt2.MAX_CHUNKS = 1, count
+        rewrite(train_gpt2, "ChunkedCrossEntropy", size)
 
     lever(f"{count} chunks", f"the head's logits in {count} chunks")(change)
 
@@ -131,32 +153,12 @@ for count in (1, 2, 4, 8, 16, 32):
     chunks(count)
 
 
-@lever("float32 residual", "the residual stream in float32, as under autocast", "bf16")
+@lever("float32 residual", "the residual stream in float32, as under autocast", "bfloat16")
 def float32_residual(train_gpt2, run):
-    cast_weights, apply = train_gpt2.cast_weights, train_gpt2.LinearCrossEntropy.apply
-
-    def cast(gpt, dtype):
-        cast_weights(gpt, dtype)
-        gpt.dtype = torch.float32
-
-    def forward(self, x):
-        return F.linear(x.to(torch.bfloat16), self.cast(torch.bfloat16))
-
-    train_gpt2.cast_weights, train_gpt2.Linear.forward = cast, forward
-    train_gpt2.LinearCrossEntropy = SimpleNamespace(
-        apply=lambda x, weight, low, *rest: apply(
-            x.to(torch.bfloat16), weight, weight.detach().to(torch.bfloat16), *rest
-        )
-    )
-
-
-@lever("weights cast in forward", "every micro-batch casts the weights again", "bf16")
-def cast_in_forward(train_gpt2, run):
-    def cast_weights(gpt, dtype):
-        gpt.dtype = dtype
-
-    train_gpt2.cast_weights = cast_weights
-    train_gpt2.Linear.cast = lambda self, dtype: self.weight.to(dtype)
+    embedding = "self.wte(inputs).to(self.dtype)", "self.wte(inputs)"
+    head = "norm(x), self.lm_head.weight", "norm(x).to(self.dtype), self.lm_head.weight"
+    rewrite(train_gpt2, "GPT", embedding, head)
+    train_gpt2.Linear.forward = lambda self, x: F.linear(x.bfloat16(), self.weight.bfloat16())
 
 
 # ---------------------------------------------------------------------------
@@ -165,35 +167,41 @@ def cast_in_forward(train_gpt2, run):
 setting("eager", "no torch.compile", compile=False)
 
 
-def with_options(**options):
+def compiling(name, what, function, needs=""):
+    """Add a lever that takes function(train_gpt2, gpt, **options) for the model's compile()."""
+
     def change(train_gpt2, run):
-        def compile_whole(gpt):
-            train_gpt2.compile_whole(gpt)  # for its memory budget
-            gpt.compile(dynamic=False, fullgraph=True, **options)
+        train_gpt2.GPT.compile = lambda gpt, **options: function(train_gpt2, gpt, **options)
 
-        run.compile = compile_whole
-
-    return change
+    lever(name, what, needs)(change)
 
 
-lever("max-autotune", "mode max-autotune-no-cudagraphs")(
-    with_options(mode="max-autotune-no-cudagraphs")
+def in_mode(mode):
+    return lambda _, gpt, **options: nn.Module.compile(gpt, mode=mode, **options)
+
+
+def regional(train_gpt2, gpt, **options):
+    for block in gpt.h:
+        block.compile(**options)
+    head = torch.compile(train_gpt2.ChunkedCrossEntropy.apply, **options)
+    train_gpt2.ChunkedCrossEntropy = SimpleNamespace(apply=head)
+
+
+def with_budget(budget):
+    def compile_model(train_gpt2, gpt, **options):
+        train_gpt2.functorch_config.activation_memory_budget = budget
+        nn.Module.compile(gpt, **options)
+
+    return compile_model
+
+
+compiling("max-autotune", "mode max-autotune-no-cudagraphs", in_mode("max-autotune-no-cudagraphs"))
+compiling(
+    "reduce-overhead", "mode reduce-overhead: CUDA graphs", in_mode("reduce-overhead"), "cuda"
 )
-lever("reduce-overhead", "mode reduce-overhead: CUDA graphs", "cuda")(
-    with_options(mode="reduce-overhead")
+compiling(
+    "regional", "one block compiled and reused, the head's loss too, the rest eager", regional
 )
-
-
-@lever("regional", "one block compiled and reused, the head's loss compiled, the rest eager")
-def regional(train_gpt2, run):
-    def compile_parts(gpt):
-        train_gpt2.compile_whole(gpt, enabled=False)  # for its memory budget
-        for block in gpt.h:
-            block.compile(dynamic=False, fullgraph=True)
-        head = torch.compile(train_gpt2.LinearCrossEntropy.apply, dynamic=False, fullgraph=True)
-        train_gpt2.LinearCrossEntropy = SimpleNamespace(apply=head)
-
-    run.compile = compile_parts
 
 
 @lever("compiled autograd", "the backward pass traced a second time, as one graph")
@@ -207,41 +215,29 @@ def compiled_autograd(train_gpt2, run):
     train_gpt2.train_step = train_step
 
 
-def memory_budget(budget):
-    """Return a change: this share of the activations at most is kept for backward."""
-
-    def change(train_gpt2, run):
-        def compile_whole(gpt):
-            train_gpt2.functorch.activation_memory_budget = budget
-            gpt.compile(dynamic=False, fullgraph=True)
-
-        run.compile = compile_whole
-
-    return change
-
-
-@lever("q and k kept", "not turned again in backward: kept from before and after the turn")
-def turned_once(train_gpt2, run):
-    train_gpt2.checkpoint = lambda function, x, **options: function(x)
-
-
-lever("all kept", "activation_memory_budget 1: nothing computed again")(memory_budget(1.0))
-lever("half kept", "activation_memory_budget 0.5: attention computed again")(memory_budget(0.5))
+compiling("all kept", "activation_memory_budget 1: nothing computed again", with_budget(1.0))
+compiling("half kept", "activation_memory_budget 0.5: attention computed again", with_budget(0.5))
 
 
 # ---------------------------------------------------------------------------
 # memory
 
 lever(
-    "expandable segments", "PYTORCH_ALLOC_CONF=expandable_segments:True", "cuda",
-    PYTORCH_ALLOC_CONF="expandable_segments:True",  # the second for torch before 2.9
-    PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
-)(unchanged)  # fmt: skip
+    "expandable segments",
+    "PYTORCH_ALLOC_CONF=expandable_segments:True",
+    "cuda",
+    PYTORCH_ALLOC_CONF="expandable_segments:True",
+    PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",  # for torch before 2.9
+)(unchanged)
 lever("huge pages", "THP_MEM_ALLOC_ENABLE=1", "cpu", THP_MEM_ALLOC_ENABLE="1")(unchanged)
 lever(
-    "kept memory", "malloc never gives memory back", "cpu",
-    MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(BYTES), MALLOC_TOP_PAD_="67108864",
-)(unchanged)  # fmt: skip
+    "kept memory",
+    "malloc never gives memory back",
+    "cpu",
+    MALLOC_MMAP_MAX_="0",
+    MALLOC_TRIM_THRESHOLD_=str(BYTES),
+    MALLOC_TOP_PAD_="67108864",
+)(unchanged)
 
 
 def smaller(divisor):
@@ -263,51 +259,54 @@ for divisor in (2, 4, 8):
 
 @lever("Muon compiled", "Newton-Schulz under torch.compile")
 def muon_compiled(train_gpt2, run):
-    # what mkldnn is asked there cannot be traced
-    dtypes = {kind: train_gpt2.matmul_dtype(torch.device(kind)) for kind in ("cpu", "cuda")}
-    train_gpt2.matmul_dtype = lambda device: dtypes[device.type]
     train_gpt2.zeropower_via_newtonschulz5 = torch.compile(
         train_gpt2.zeropower_via_newtonschulz5, dynamic=False, fullgraph=True
     )
 
 
-@lever("Muon per matrix", "no batches of small matrices")
-def muon_per_matrix(train_gpt2, run):
-    train_gpt2.Muon.BATCH_NUMEL = 0
+def bundles(name, what, size):
+    """Add a lever with other bundles of matrices."""
+
+    def change(train_gpt2, run):
+        rewrite(train_gpt2, "Muon", ("size = 4 if m * n <= 2**18 else 1", f"size = {size}"))
+
+    lever(name, what)(change)
 
 
-@lever("Muon batched", "batches of 4 whatever the matrices' size")
-def muon_batched(train_gpt2, run):
-    train_gpt2.Muon.BATCH_NUMEL = 2**40
+bundles("Muon per matrix", "no bundles of small matrices", 1)
+bundles("Muon bundled", "bundles of 4 whatever the matrices' size", 4)
 
 
 @lever("foreach AdamW", "torch.optim.AdamW(foreach=True) instead of fused")
 def foreach_adamw(train_gpt2, run):
-    fused = torch.optim.AdamW
-    torch.optim.AdamW = lambda params, **kw: fused(params, **kw | dict(fused=False, foreach=True))
+    adamw = torch.optim.AdamW
+
+    def build(*given, **named):
+        return adamw(*given, **{**named, "fused": False, "foreach": True})
+
+    torch.optim.AdamW = build
 
 
 # ---------------------------------------------------------------------------
 # two processes
 
 
-@lever("synchronous x2", "each collective waited for at once", processes=2)
+@lever("synchronous x2", "Muon's collectives waited for at once", processes=2)
 def synchronous(train_gpt2, run):
-    def waited(collective):
-        def call(*args, async_op=False, **kw):
-            collective(*args, **kw)
-            return SimpleNamespace(wait=lambda: None) if async_op else None
+    all_reduce = dist.all_reduce
 
-        return call
+    def waited(tensor, async_op=False):
+        all_reduce(tensor)
+        return SimpleNamespace(wait=lambda: None)
 
-    dist.all_reduce, dist.reduce = waited(dist.all_reduce), waited(dist.reduce)
+    dist.all_reduce = waited
 
 
 @lever("one bucket x2", "all gradients in one flat all_reduce", processes=2)
 def one_bucket(train_gpt2, run):
     def sync_gradients(optimizers):
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        params = [p for optimizer in optimizers for p in train_gpt2.params_of(optimizer)]
+        grads = [p.grad for p in params if p.grad is not None]
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat)
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
@@ -321,27 +320,29 @@ def in_ddp(optimize_ddp):
 
     def change(train_gpt2, run):
         torch._dynamo.config.optimize_ddp = optimize_ddp
-        run.compile = lambda gpt: gpt.compile(dynamic=False)
-        train_step = train_gpt2.train_step
+        warm_up, train_step = train_gpt2.warm_up, train_gpt2.train_step
 
-        def ddp_step(gpt, optimizers, inputs, targets, *rest):
-            if run.ddp is None:
-                run.ddp = torch.nn.parallel.DistributedDataParallel(gpt)
-                train_gpt2.sync_gradients = scale
-            return train_step(run.ddp, optimizers, inputs, targets, *rest)
+        def ddp_warm_up(gpt, *rest):
+            run.ddp = nn.parallel.DistributedDataParallel(gpt, broadcast_buffers=False)
+            # of the model inside; the split graph cannot be a full one
+            run.ddp.compile = lambda **options: gpt.compile(**{**options, "fullgraph": False})
+            warm_up(run.ddp, *rest)
+
+        def ddp_step(gpt, *rest):
+            return train_step(run.ddp, *rest)
 
         def scale(optimizers):  # DDP means over the ranks, train_step's losses are already shares
             for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    for p in group["params"]:
-                        p.grad.mul_(dist.get_world_size())
+                for p in train_gpt2.params_of(optimizer):
+                    p.grad.mul_(dist.get_world_size())
 
-        train_gpt2.train_step = ddp_step
+        train_gpt2.warm_up, train_gpt2.train_step = ddp_warm_up, ddp_step
+        train_gpt2.sync_gradients = scale
 
     return change
 
 
-lever("DDP whole x2", "DDP, buckets of 25 MB, optimize_ddp=False", "float32", 2)(in_ddp(False))
-lever("DDP split x2", "the same, the graph split at the buckets", "float32", 2)(
+lever("DDP whole x2", "DDP, buckets of 25 MB, optimize_ddp=False", processes=2)(in_ddp(False))
+lever("DDP split x2", "the same, the graph split at the buckets", processes=2)(
     in_ddp("ddp_optimizer")
 )

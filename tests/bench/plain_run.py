@@ -1,57 +1,73 @@
-"""Train the plain model as train_gpt2.py does its own: python tests/plain_run.py [--field=value]
+"""Train the plain model as train_gpt2.py does its own: python tests/bench/plain_run.py --name=value
 
-train_gpt2.train itself runs it, eager and in one process, so weights at the start, batches,
-schedule, validation and log are the same. For the loss at equal steps and at equal time.
+train_gpt2.py itself runs it, eager and in one process, with the model, the optimizers and the step
+of tests/plain.py in the place of its own: weights at the start, batches, schedule, validation, log
+and checkpoints are the same. For the loss at equal steps and at equal time.
 """
 
-import dataclasses
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
-import plain
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt2
-from train_gpt2 import describe
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import plain  # noqa: E402
 
-SOURCES = ("tests/plain.py", "train_gpt2.py", *describe.SIBLINGS)  # what the log holds
+import train_gpt2  # noqa: E402
+
+GPT, LOG_HEADER = train_gpt2.GPT, train_gpt2.log_header
 
 
-def train_step(model, optimizers, inputs, targets, lr_scale, args, largest=None):
-    """Do what train_gpt2.train_step does, plainly; `largest` stays as it is."""
+def build_model(args, dtype):
+    """Return the plain model with the weights of train_gpt2's."""
+    model = plain.PlainGPT(args)
+    model.load_state_dict(GPT(args).state_dict())
+    model.dtype = dtype
+    return model
+
+
+def build_optimizers(model, args, rank, world_size):
+    """Return the plain AdamW and Muon. Raises RunError for several processes."""
+    if world_size > 1:
+        raise train_gpt2.RunError("the plain step knows one process: start it without torchrun")
+    optimizers = plain.plain_optimizers(model, args, model.dtype)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_scale
-    dtype = train_gpt2.matmul_dtype(inputs.device)
-    return plain.plain_step(model, optimizers, inputs, targets, dtype, args.device_batch_size)
+            group["initial_lr"] = group["lr"]
+    return optimizers
 
 
-def main(args):
-    """Train as args say; return the last validation loss."""
-    args = dataclasses.replace(args, compile=False)
-    rank, world_size, device = train_gpt2.place_in_world(args)
-    train_loader, val_loader = train_gpt2.open_data(args, rank, world_size, device)
-    torch.manual_seed(args.seed)
-    gpt = train_gpt2.GPT(args).to(device)
-    model, dtype = plain.PlainGPT(args).to(device), train_gpt2.matmul_dtype(device)
-    model.load_state_dict(gpt.state_dict())
-    described = train_gpt2.build_optimizers(gpt, args, rank, world_size)  # for the log's table
-    log = describe.Log(args, rank, args.run_id or time.strftime("plain-%Y%m%d-%H%M%S"))
-    kernels = f"products:{dtype} attention:torch's own choice"
-    with mock.patch.object(describe, "SIBLINGS", SOURCES):
-        describe.header(log, __file__, args, gpt, described, train_loader, val_loader, kernels)
-    del gpt, described  # or their memory would count
-    optimizers = plain.plain_optimizers(model, args, dtype)
-    no_checkpoints = SimpleNamespace(wait=lambda: True)
-    with mock.patch.object(train_gpt2, "train_step", train_step):
-        return train_gpt2.train(
-            args, log, model, optimizers, train_loader, val_loader, no_checkpoints, []
-        )
+def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: False):
+    """Do what train_gpt2.train_step does, plainly; it looks at the loss, not at the gradients."""
+    if stop():
+        return None
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * lr_scale
+    size = train_gpt2.micro_batch_size(len(inputs), args.device_batch_size)
+    loss = plain.plain_step(model, optimizers, inputs, targets, model.dtype, size)
+    return loss, torch.zeros(len(list(model.parameters())))
+
+
+def log_header(*given):
+    """Log the header with the source of this file in the place of train_gpt2's."""
+    with mock.patch.object(train_gpt2, "__file__", __file__):
+        LOG_HEADER(*given)
+
+
+def main(argv):
+    """Do what train_gpt2.py does with these arguments, with the plain model."""
+    with mock.patch.multiple(
+        train_gpt2,
+        GPT=build_model,
+        build_optimizers=build_optimizers,
+        train_step=train_step,
+        log_header=log_header,
+    ):
+        train_gpt2.command([*argv, "--compile=False"])
 
 
 if __name__ == "__main__":
-    main(train_gpt2.parse_args(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -1,13 +1,15 @@
 """Kill and stop runs at random and go on, again and again: does the result stay the same bits?
 
-    python tests/soak.py --cycles 30 --processes 2 3      # about 8 minutes for each on 2 cores
+    python tests/bench/soak.py --cycles 30 --processes 2 3     # about 8 minutes for each on 2 cores
 
-A cycle starts `torchrun train_gpt2.py --resume=auto`, and at a random moment (from the start of
-the processes on; a third of them while a checkpoint is being written) sends SIGKILL or SIGTERM to
-a random rank. After the last cycle the run goes on to its end. Printed is a table of the cycles;
-the exit status is 1 unless loss, data_hash and the whole last checkpoint equal those of a run that
-nobody interrupted, no step is lost by a SIGTERM that a step could answer, and every run ended
-within a minute of its signal.
+A cycle starts `torchrun train_gpt2.py --resume=...` (auto, or by chance the newest checkpoint's
+name), and at a random moment (from the start of the processes on; a third of them while a
+checkpoint is being written) sends SIGKILL or SIGTERM to a random rank. After the last cycle the run
+goes on to its end. Among its checkpoints lie others that it did not write: a copy under another
+name, and a damaged one that seems to be the newest. Printed is a table of the cycles. The exit
+status is 1 unless all losses and hashes and the whole last checkpoint equal those of a run that
+nobody interrupted, no step is lost by a SIGTERM that a step could answer, every run ended within a
+minute of its signal, and no file that the run did not write has changed.
 """
 
 import argparse
@@ -24,142 +26,205 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conftest import ROOT, write_shard
 from test_survive import ENVIRONMENT, same_state, torchrun, workers
 
 SETTINGS = {
-    "vocab_size": 256, "n_layer": 4, "n_head": 2, "n_embd": 128, "batch_size": 6,
-    "device_batch_size": 1, "sequence_length": 64, "warmdown_iters": 100, "learning_rate": 0.01,
-    "muon_learning_rate": 0.0005, "val_loss_every": 100, "val_tokens": 1280, "device": "cpu",
-    "compile": False, "allow_repeat": True, "comm_timeout": 60, "save_every": 5,
-    "checksum_every": 50,
-}  # fmt: skip
+    "vocab_size": 256,
+    "n_layer": 4,
+    "n_head": 2,
+    "n_embd": 128,
+    "batch_size": 6,
+    "device_batch_size": 1,
+    "sequence_length": 64,
+    "warmdown_iters": 100,
+    "learning_rate": 0.01,
+    "muon_learning_rate": 0.0005,
+    "val_loss_every": 100,
+    "val_tokens": 1280,
+    "device": "cpu",
+    "compile": False,
+    "allow_repeat": True,
+    "comm_timeout": 60,
+    "save_every": 5,
+}
 
 
 def start(settings, processes):
     options = [f"--{name}={value}" for name, value in settings.items()]
-    command = [*torchrun(processes), str(ROOT / "train_gpt2.py"), *options]
     return subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        [*torchrun(processes), str(ROOT / "train_gpt2.py"), *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
-def steps(log):
-    """Return the steps in a log's lines, in order; [] without a log."""
-    text = Path(log).read_text() if os.path.exists(log) else ""
+def steps(text):
+    """Return the steps in a log's lines, in order."""
     return [int(step) for step in re.findall(r"^step:(\d+)/\d+ train_loss", text, re.M)]
 
 
-def results(log):
+def results(text):
     """Return {step: (validation loss, data_hash)}; a step said twice must say the same."""
     found = {}
     pattern = r"^step:(\d+)/\d+ val_loss:(\S+) .*data_hash:(\w+)$"
-    for step, *said in re.findall(pattern, Path(log).read_text(), re.M):
+    for step, *said in re.findall(pattern, text, re.M):
         assert found.setdefault(int(step), said) == said, f"step {step}: {said}, {found[int(step)]}"
     return found
 
 
-def wait_for_moment(run, processes, in_write, folder, choice):
+class Run:
+    """A run that is started again and again, its checkpoints, and files that are not its own."""
+
+    def __init__(self, settings, processes):
+        self.settings, self.processes = settings, processes
+        self.folder = Path(settings["log_dir"]) / settings["run_id"]
+        self.foreign = {}  # path: its bytes
+
+    def log(self):
+        path = self.folder.with_suffix(".txt")
+        return path.read_text() if path.exists() else ""
+
+    def checkpoints(self):
+        """Return the run's own, oldest first."""
+        paths = sorted(self.folder.glob("state_step??????.pt"))
+        return [path for path in paths if path not in self.foreign]
+
+    def add_foreign(self):
+        """Put files that the run did not write beside its first checkpoints."""
+        if self.foreign or not self.checkpoints():
+            return
+        whole = self.checkpoints()[0].read_bytes()
+        self.foreign[self.folder / "state_step000000_mine.pt"] = whole
+        self.foreign[self.folder / "state_step999999.pt"] = whole[: len(whole) // 2]
+        for path, content in self.foreign.items():
+            path.write_bytes(content)
+
+    def changed(self):
+        """Return the names of the foreign files that are no longer what they were."""
+        return [
+            path.name
+            for path, content in self.foreign.items()
+            if not path.exists() or path.read_bytes() != content
+        ]
+
+    def start(self, resume="auto"):
+        return start({**self.settings, "resume": resume}, self.processes)
+
+
+def wait_for_moment(process, run, in_write, choice):
     """Wait until the random moment has come; return the workers' process ids, [] if it ended."""
     began, pids = time.time(), []
-    while run.poll() is None and len(pids) < processes:
+    while process.poll() is None and len(pids) < run.processes:
         time.sleep(0.01)
         try:
-            pids = workers(run.pid)
+            pids = workers(process.pid)
         except OSError:  # a process is just starting or ending
             pids = []
     end = time.monotonic() + (60 if in_write else choice.uniform(0, 9))
-    while run.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(FileNotFoundError):  # it has just taken its name
-            if in_write and any(p.stat().st_mtime > began for p in folder.glob("*.partial")):
+    while process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(FileNotFoundError):  # none yet, or it has just taken its name
+            if in_write and (run.folder / "partial").stat().st_mtime > began:
                 break
         time.sleep(0.001 if in_write else 0.01)
-    return pids if run.poll() is None else []
+    return pids if process.poll() is None else []
 
 
-def cycle(settings, processes, choice):
+def cycle(run, choice):
     """Start, interrupt, wait; return the row of the table, None if the run was at its end."""
-    folder = Path(settings["log_dir"]) / settings["run_id"]
-    log = folder.with_suffix(".txt")
-    before = len(steps(log))
+    run.add_foreign()
+    before = len(steps(run.log()))
     number = choice.choice([signal.SIGKILL, signal.SIGTERM])
-    in_write, rank = choice.random() < 1 / 3, choice.randrange(processes)
-    run = start(settings, processes)
-    pids = wait_for_moment(run, processes, in_write, folder, choice)
+    in_write, rank = choice.random() < 1 / 3, choice.randrange(run.processes)
+    by_name = choice.random() < 1 / 3 and bool(run.checkpoints())
+    process = run.start(run.checkpoints()[-1] if by_name else "auto")
+    pids = wait_for_moment(process, run, in_write, choice)
     if not pids:
-        run.communicate()
+        _, stderr = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"the run failed before its signal:\n{stderr}")
         return None
     os.kill(pids[rank], number)
     sent = time.monotonic()
     try:
-        _, stderr = run.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
-        os.killpg(run.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
         raise SystemExit(f"still running 60 s after {number.name} to rank {rank}") from None
-    seconds, done = time.monotonic() - sent, steps(log)[before:]
-    saved = re.search("ended by a signal, saved in .*state_step0*([0-9]+)", last_line(log) or "")
-    said = re.search("train_gpt2.py: (.*)", stderr)
-    if run.returncode and not said and done:
+    seconds, log = time.monotonic() - sent, run.log()
+    done = steps(log)[before:]
+    if process.returncode and done and "train_gpt2.py: " not in stderr:
         raise SystemExit(f"a failure without a sentence after {number.name} to {rank}:\n{stderr}")
     return dict(
-        signal=number.name, rank=rank, moment="write" if in_write else "any",
-        first=done[0] if done else None, last=done[-1] if done else None,
-        saved=int(saved[1]) if saved and number == signal.SIGTERM and not run.returncode else None,
-        exit=run.returncode, seconds=seconds,
-    )  # fmt: skip
-
-
-def last_line(log):
-    lines = Path(log).read_text().splitlines() if os.path.exists(log) else []
-    return lines[-1] if lines else None
+        signal=number.name,
+        rank=rank,
+        resume="name" if by_name else "auto",
+        moment="write" if in_write else "any",
+        first=done[0] if done else None,
+        last=done[-1] if done else None,
+        saved=bool(re.search(r"^stopped by a signal after step \d+\n\Z", log, re.M)),
+        exit=process.returncode,
+        seconds=seconds,
+    )
 
 
 def soak(processes, cycles, folder, choice):
     """Run a whole run and one of many cycles; print the table; return whether they are the same."""
     settings = {
-        **SETTINGS, "num_iterations": 20 * cycles, "train_files": f"{folder}/train_*.bin",
-        "val_files": f"{folder}/val_*.bin", "log_dir": f"{folder}/logs{processes}",
-    }  # fmt: skip
-    whole = start({**settings, "run_id": "whole"}, processes)
-    if whole.communicate()[0] or whole.returncode:
-        raise SystemExit("the run that nobody interrupts failed")
-    settings |= {"run_id": "soak", "resume": "auto"}
-    # auto would find the whole run's checkpoints: they fit
-    os.rename(f"{folder}/logs{processes}", f"{folder}/whole{processes}")
-    print(f"\n{processes} processes, {settings['num_iterations']} steps, a checkpoint every "
-          f"{settings['save_every']}")  # fmt: skip
-    print("cycle  signal   rank  moment  steps done       exit  seconds  done twice")
-    twice, previous, saved, ok = 0, 0, False, True  # saved: the last steps, by a SIGTERM
+        **SETTINGS,
+        "num_iterations": 20 * cycles,
+        "train_files": f"{folder}/train_*.bin",
+        "val_files": f"{folder}/val_*.bin",
+        "log_dir": f"{folder}/logs{processes}",
+    }
+    whole = Run({**settings, "run_id": "whole"}, processes)
+    process = whole.start()
+    _, stderr = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"the run that nobody interrupts failed:\n{stderr}")
+    whole.foreign = {path: path.read_bytes() for path in whole.checkpoints()}
+    run = Run({**settings, "run_id": "soak"}, processes)
+    print(
+        f"\n{processes} processes, {settings['num_iterations']} steps, a checkpoint every "
+        f"{settings['save_every']}"
+    )
+    print("cycle  signal   rank  resume  moment  steps done       exit  seconds  done twice")
+    twice, previous, saved, lost = 0, 0, False, False  # saved: the last steps, by a SIGTERM
     for number in range(1, cycles + 1):
-        row = cycle(settings, processes, choice)
+        row = cycle(run, choice)
         if row is None:
             print(f"{number:5d}  the run was at its end")
             break
-        again = 0
+        again, done = 0, "none"
         if row["first"]:
             again = previous + 1 - row["first"]
-            ok, twice = ok and not (saved and again), twice + again
-            previous, saved = row["last"], row["saved"] is not None
-        done = f"{row['first']}..{row['last']}" if row["first"] else "none"
+            lost, twice = lost or (saved and again > 0), twice + again
+            previous, saved = row["last"], row["saved"]
+            done = f"{row['first']}..{row['last']}"
         print(
-            f"{number:5d}  {row['signal']}  {row['rank']:4d}  {row['moment']:6s}  {done:15s}  "
-            f"{row['exit']:4d}  {row['seconds']:7.1f}  {again:6d}",
+            f"{number:5d}  {row['signal']}  {row['rank']:4d}  {row['resume']:6s}  "
+            f"{row['moment']:6s}  {done:15s}  {row['exit']:4d}  {row['seconds']:7.1f}  {again:6d}",
             flush=True,
         )
-    last = start(settings, processes)
-    last.communicate()
-    logs = f"{folder}/logs{processes}/soak.txt", f"{folder}/whole{processes}/whole.txt"
-    name = f"state_step{settings['num_iterations']:06d}.pt"
-    files = f"{folder}/logs{processes}/soak/{name}", f"{folder}/whole{processes}/whole/{name}"
-    same = last.returncode == 0 and results(logs[0]) == results(logs[1]) and same_state(*files)
-    final = results(logs[0])[settings["num_iterations"]] if last.returncode == 0 else None
-    print(f"interrupted:   val_loss, data_hash {final}; not: "
-          f"{results(logs[1])[settings['num_iterations']]}")  # fmt: skip
-    print(f"all losses, hashes and the last checkpoint's bits the same: {same}; steps done twice "
-          f"after SIGKILL: {twice}; after a SIGTERM: {'none' if ok else 'SOME'}")  # fmt: skip
-    return same and ok
+    last = run.start()
+    _, stderr = last.communicate()
+    if last.returncode:
+        raise SystemExit(f"the run could not go on to its end:\n{stderr}")
+    found, expected = results(run.log()), results(whole.log())
+    changed = whole.changed() + run.changed()
+    same = found == expected and same_state(run.checkpoints()[-1], whole.checkpoints()[-1])
+    end = settings["num_iterations"]
+    print(f"interrupted:   val_loss, data_hash {found[end]}; not: {expected[end]}")
+    print(
+        f"all losses, hashes and the last checkpoint's bits the same: {same}; steps done twice "
+        f"after SIGKILL: {twice}; after a SIGTERM: {'SOME' if lost else 'none'}; files of others "
+        f"in place: {len(run.foreign)}, changed: {changed or 'none'}"
+    )
+    return same and not lost and not changed and len(run.foreign) == 2
 
 
 def main():
@@ -168,7 +233,7 @@ def main():
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print(f"command: tests/soak.py --cycles {args.cycles} --seed {args.seed}")
+    print(f"command: tests/bench/soak.py --cycles {args.cycles} --seed {args.seed}")
     with tempfile.TemporaryDirectory() as folder:
         stream = np.cumsum(np.random.default_rng(0).integers(1, 4, size=120000)) % 256
         write_shard(Path(folder) / "train_0.bin", stream[:60000])
