@@ -663,7 +663,8 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
         log(f"hyperparameter {name}={value!r}", show=False)
     git = f"git -C '{Path(__file__).parent}' describe --always --dirty --abbrev=40"
     log(f"torch:{torch.__version__} commit:{subprocess.getoutput(git + ' 2>/dev/null')}")
-    device = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo | cut -d: -f2-").strip()
+    device = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo | cut -d: -f2-")
+    device = device.strip() or os.uname().machine
     if train_loader.device.type == "cuda":
         device = torch.cuda.get_device_name(train_loader.device)
     processes, threads = val_loader.world_size, torch.get_num_threads()

@@ -2,11 +2,14 @@
 
 import gc
 import os
+import re
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -156,6 +159,111 @@ def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120
         stdout=stdout,
         stderr=stderr,
     )
+
+
+def edited_script(folder, *changes):
+    """Write a copy of train_gpt2.py with texts replaced, each of which it holds once."""
+    text = (ROOT / "train_gpt2.py").read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path = folder / "edited.py"
+    path.write_text(text)
+    return path
+
+
+def start(settings, processes=1, script=ROOT / "train_gpt2.py", flags=(), python=sys.executable):
+    """Start a run in subprocesses beside its log_dir, several with torchrun and its flags.
+
+    Its output are small pipes: unless they are read, a run stops after some 50 lines.
+    """
+    command = [python]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        command += flags or ["--standalone"]
+    command += [str(script)]
+    command += [f"--{name}={value}" for name, value in settings.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pipesize=4096,
+        env=environment, cwd=Path(settings["log_dir"]).parent,
+    )  # fmt: skip
+    run.time_out = threading.Timer(120, run.kill)
+    run.time_out.daemon = True
+    run.time_out.start()
+    return run
+
+
+def wait_for(run, beginning):
+    """Read the output of a run until a line begins so; return all of it."""
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if line.startswith(beginning):
+            return "".join(lines)
+    pytest.fail(f"{beginning!r} never came: {''.join(lines)}{run.stderr.read()}")
+
+
+def ranks_of(run):
+    """Return the processes that torchrun has started, in the order of their ranks."""
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    ranks = {}
+    for child in children:
+        for variable in Path(f"/proc/{child}/environ").read_text().split("\0"):
+            if variable.startswith("RANK="):
+                ranks[int(variable[5:])] = int(child)
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def finish(run):
+    """Wait for a run that was started; return it as run_forked does."""
+    try:
+        stdout, stderr = run.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        for pid in ranks_of(run):
+            os.kill(pid, signal.SIGKILL)
+        run.kill()
+        pytest.fail(f"still running after 120 s: {run.communicate()}")
+    run.time_out.cancel()
+    return SimpleNamespace(returncode=run.returncode, stdout=stdout, stderr=stderr)
+
+
+def validations(text):
+    """Return [(step, loss, data hash)] of the validation lines in a log."""
+    line = r"^step:(\d+)/\d+ val_loss:(\d+\.\d{4}) train_time:\d+ms step_avg:\d+\.\d\dms "
+    rows = re.findall(line + r"data_hash:([0-9a-f]{12})$", text, re.M)
+    assert len(rows) == len(re.findall(r"^step:.* val_loss:", text, re.M)), text
+    return [(int(step), float(loss), data_hash) for step, loss, data_hash in rows]
+
+
+def losses(text):
+    """Return [(step, name, loss)] of all lines of steps in a log, as they stand there."""
+    return re.findall(r"^step:(\d+)/\d+ (\w+):([\d.]+) ", text, re.M)
+
+
+def checkpoints(folder):
+    """Return the names of the checkpoints in a run's folder, oldest first."""
+    return sorted(path.name for path in Path(folder).glob("*.pt"))
+
+
+def bits(path):
+    """Return what a checkpoint holds, to the bit, but for times, files and what may change."""
+    state = torch.load(path, weights_only=True)
+    settings = list(state["hyperparameters"].items())
+    names = [name for name, _ in settings]
+    state["hyperparameters"] = settings[: names.index("train_files")]
+    del state["train_seconds"], state["files"]
+    return bits_of(state)
+
+
+def bits_of(value):
+    """Return a value with its tensors as bytes, so that == compares it to the bit."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits_of(part) for key, part in value.items()}
+    return [bits_of(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def forkserver():

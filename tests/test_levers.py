@@ -1,65 +1,91 @@
-"""The levers of tests/bench_step.py: each computes the same step, in another way."""
+"""The levers of tests/bench/bench_step.py: each computes the same step, in another way."""
 
+import contextlib
+import functools
 import importlib.util
 import subprocess
 import sys
+from itertools import islice
 from types import SimpleNamespace
 
 import lever_table
 import pytest
+import runlog
 import torch
-from conftest import ROOT, TINY
+from bench_step import prepare_plain, prepare_script, tokens_of
+from conftest import ROOT, TINY, both_dtypes, run_forked, run_ranks
 from levers import LEVERS
+from torch.nn.attention import sdpa_kernel
 
-# these change torch itself, for as long as the process lives, or need several of them
-LASTING = {"compiled autograd", "foreach AdamW"}
-HERE = [
-    name for name, lever in LEVERS.items()
-    if lever.processes == 1 and lever.needs in ("", "cpu", "bf16") and name not in LASTING
-]  # fmt: skip
+DTYPES = "float32", "bfloat16"
+CASES = [
+    (name, dtype)
+    for name, lever in LEVERS.items()
+    for dtype in DTYPES
+    if lever.processes == 1 and lever.needs in ("", "cpu", dtype)
+    if name != "compiled autograd"  # it would trace for a minute
+]
+OF_TWO = [name for name, lever in LEVERS.items() if lever.processes == 2]
 
 
 def fresh_module():
     """Return train_gpt2 loaded once more, so that a lever changes only this one."""
     spec = importlib.util.spec_from_file_location("train_gpt2_of_a_lever", ROOT / "train_gpt2.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
+    sys.modules[spec.name] = module  # dataclasses and inspect look there
     spec.loader.exec_module(module)
     return module
 
 
-def losses(name, dtype, steps=3):
+def losses(name, dtype, rank=0, world_size=1):
     """Return the eager losses of a tiny model's first steps with a lever."""
-    from plain import PlainGPT, plain_optimizers, plain_step
-
     module = fresh_module()
-    module.matmul_dtype = lambda device: dtype
-    run = SimpleNamespace(settings=dict(TINY), plain=False, plain_compiled=False, compile=None)
+    settings = {**TINY, "dtype": dtype, "train_files": ""}
+    run = SimpleNamespace(settings=settings, attention=None, plain=False, plain_compiled=False)
     LEVERS[name].change(module, run)
     args = module.Hyperparameters(**run.settings)
+    dtype, device = getattr(torch, dtype), torch.device("cpu")
     torch.manual_seed(0)
-    gpt = module.GPT(args)
-    tokens = torch.randint(args.vocab_size, (args.batch_size * args.sequence_length + 1,))
-    x, y = tokens[:-1].view(args.batch_size, -1), tokens[1:].view(args.batch_size, -1)
+    gpt = module.GPT(args, dtype)
     if run.plain:
-        model = PlainGPT(args)
-        model.load_state_dict(gpt.state_dict())
-        optimizers = plain_optimizers(model, args, dtype)
-        return [plain_step(model, optimizers, x, y, dtype, 2).item() for _ in range(steps)]
-    optimizers = module.build_optimizers(gpt, args, 0, 1)
-    with module.attention_kernel(args, torch.device("cpu")):
-        return [module.train_step(gpt, optimizers, x, y, 1.0, args).item() for _ in range(steps)]
+        _, warm_up, step = prepare_plain(run, gpt, args, dtype)
+    else:
+        _, warm_up, step = prepare_script(module, gpt, args, rank, world_size)
+    batches = tokens_of(args, rank, world_size, device)
+    with sdpa_kernel(run.attention) if run.attention else contextlib.nullcontext():
+        warm_up(batches)
+        return [step(*batch).item() for batch in islice(batches, 3)]
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_a_lever_changes_how_a_step_is_computed_but_not_what(name):
-    bf16 = LEVERS[name].needs == "bf16"
-    dtype, tolerance = (torch.bfloat16, 0.01) if bf16 else (torch.float32, 1e-3)
-    assert losses(name, dtype) == pytest.approx(losses("script", dtype), abs=tolerance)
+def same(dtype, expected):
+    return pytest.approx(expected, abs=1e-3 if dtype == "float32" else 0.01)
+
+
+@pytest.mark.parametrize("name, dtype", CASES)
+def test_a_lever_changes_how_a_step_is_computed_but_not_what(name, dtype, monkeypatch):
+    """What it compiles is traced, but by no compiler."""
+    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.AdamW)  # undoes a lever's change of it
+    compile_eagerly = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    assert losses(name, dtype) == same(dtype, losses("script", dtype))
+
+
+def losses_of_ranks(rank, world_size, dtype):
+    # the synchronous last, since it changes torch.distributed itself
+    names = sorted(OF_TWO, key=lambda name: "synchronous" in name)
+    return {name: losses(name, dtype, rank, world_size) for name in names}
+
+
+@both_dtypes
+def test_levers_of_two_processes_do_not_change_what_a_step_computes(dtype, tmp_path):
+    for found in run_ranks(losses_of_ranks, 2, tmp_path / "ranks", dtype):
+        assert len(found) == 5
+        for name in OF_TWO:
+            assert found[name] == same(dtype, found["script x2"]), name
 
 
 def test_unknown_levers_are_named():
-    command = [sys.executable, "tests/bench_step.py", "plian"]
+    command = [sys.executable, "tests/bench/bench_step.py", "plian"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 1 and "['plian'] are no levers: give all, or some of" in run.stderr
 
@@ -90,3 +116,19 @@ def test_a_table_takes_each_figure_from_the_first_file_that_has_it(tmp_path, cap
     ]
     with pytest.raises(ValueError, match="none of"):
         lever_table.main([str(paths[0]), "--only=absent"])
+
+
+def test_a_run_of_the_plain_model_leaves_a_log_that_is_read_like_any_other(tiny):
+    """In float32, where it and the script's own model learn the same."""
+    tiny["dtype"] = "float32"
+    runs = []
+    for run_id, script in ("ours", "train_gpt2.py"), ("plain", "tests/bench/plain_run.py"):
+        done = run_forked({**tiny, "run_id": run_id}, script=ROOT / script)
+        assert done.returncode == 0, done.stderr
+        runs.append(runlog.read(f"{tiny['log_dir']}/{run_id}.txt"))
+    ours, plain = runs
+    assert plain.hashes == ours.hashes and len(ours.hashes) == 2
+    for kind in "train", "val":
+        of_ours, of_plain = ([loss for _, loss, _ in run.points[kind]] for run in runs)
+        assert of_plain == pytest.approx(of_ours, abs=1e-3)
+    assert (ROOT / "tests/bench/plain_run.py").read_text() in plain.sources.values()

@@ -1,16 +1,20 @@
 """The model: against a plain implementation, by its properties, and by golden losses."""
 
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY
+from conftest import TINY, both_dtypes, run_ranks
 from plain import PlainGPT, plain_optimizers, plain_step
+from torch import nn
 
 import train_gpt2
 from train_gpt2 import (
     GPT,
+    ChunkedCrossEntropy,
     Hyperparameters,
-    LinearCrossEntropy,
     Rotary,
     build_optimizers,
     lr_multiplier,
@@ -18,14 +22,14 @@ from train_gpt2 import (
 )
 
 
-def make_model(seed=0, **changes):
+def make_model(dtype="float32", seed=0, **changes):
     """A tiny GPT whose zero-initialised projections got values, so that every path counts."""
-    args = Hyperparameters(**{**TINY, **changes})
+    args = Hyperparameters(**{**TINY, "dtype": dtype, **changes})
     torch.manual_seed(seed)
-    gpt = GPT(args)
+    gpt = GPT(args, getattr(torch, dtype))
     for name, p in gpt.named_parameters():
         if "c_proj" in name:
-            torch.nn.init.normal_(p, std=0.1)
+            nn.init.normal_(p, std=0.1)
     return gpt, args
 
 
@@ -36,21 +40,48 @@ def make_batch(args, rows=3, seed=1):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def test_loss_and_gradients_equal_the_plain_model():
-    gpt, args = make_model()
+def gradients(gpt):
+    return {name: p.grad.clone() for name, p in gpt.named_parameters()}
+
+
+@both_dtypes
+def test_loss_and_gradients_equal_the_plain_model(dtype):
+    gpt, args = make_model(dtype)
     plain = PlainGPT(args)
     plain.load_state_dict(gpt.state_dict())
     inputs, targets = make_batch(args)
     ours, theirs = gpt(inputs, targets), plain(inputs, targets)
-    ours.backward(), theirs.backward()
+    ours.backward()
+    theirs.backward()
     assert ours.dtype == torch.float32 and ours.shape == ()
-    torch.testing.assert_close(ours, theirs)
-    for (name, p), q in zip(gpt.named_parameters(), plain.parameters()):
-        torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
+    ours_p, theirs_p = gradients(gpt), gradients(plain)
+    assert ours_p.keys() == theirs_p.keys()
+    if dtype == "float32":
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours_p, theirs_p)
+        return
+    assert ours.item() == pytest.approx(theirs.item(), rel=5e-3)
+    for name, grad in ours_p.items():
+        assert F.cosine_similarity(grad.flatten(), theirs_p[name].flatten(), dim=0) > 0.99, name
 
 
-def test_loss_is_the_cross_entropy_of_the_logits():
-    gpt, args = make_model()
+@both_dtypes
+def test_activations_have_the_chosen_dtype_and_all_else_is_float32(dtype):
+    gpt, args = make_model(dtype)
+    seen = []
+    for module in gpt.modules():
+        if isinstance(module, (train_gpt2.Linear, train_gpt2.Block, Rotary)):
+            module.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    loss = gpt(*make_batch(args))
+    loss.backward()
+    assert len(seen) == args.n_layer * 9 and set(seen) == {getattr(torch, dtype)}
+    others = [loss, *gpt.parameters(), *gradients(gpt).values(), *gpt.buffers()]
+    assert {tensor.dtype for tensor in others} == {torch.float32}
+
+
+@both_dtypes
+def test_loss_is_the_cross_entropy_of_the_logits(dtype):
+    gpt, args = make_model(dtype)
     inputs, targets = make_batch(args)
     logits = gpt(inputs)
     assert logits.shape == (*inputs.shape, args.vocab_size) and logits.dtype == torch.float32
@@ -58,8 +89,9 @@ def test_loss_is_the_cross_entropy_of_the_logits():
     torch.testing.assert_close(gpt(inputs, targets), expected)
 
 
-def test_a_position_depends_on_no_later_input():
-    gpt, args = make_model()
+@both_dtypes
+def test_a_position_depends_on_no_later_input(dtype):
+    gpt, args = make_model(dtype)
     inputs, _ = make_batch(args, rows=1)
     embedded = []
 
@@ -76,45 +108,25 @@ def test_a_position_depends_on_no_later_input():
         assert reach[: position + 1].all() and not reach[position + 1 :].any()
 
 
-@pytest.mark.parametrize("chunk_logits", [1, 64 * 10, 2**26])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_of_the_head_change_nothing(chunk_logits, dtype, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "CHUNK_LOGITS", chunk_logits)
-    torch.manual_seed(0)
-    x = torch.randn(50, 8, dtype=dtype, requires_grad=True)
-    weight = torch.randn(64, 8, requires_grad=True)
-    targets = torch.randint(64, (50,))
-    targets[::7] = -1
-    loss = LinearCrossEntropy.apply(x, weight, weight.detach().to(dtype), targets, True)
-    (3 * loss).backward()
-    x_ref, weight_ref = (t.detach().float().clone().requires_grad_() for t in (x, weight))
-    reference = F.cross_entropy(x_ref @ weight_ref.T, targets, ignore_index=-1)
-    (3 * reference).backward()
-    tolerance = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
-    torch.testing.assert_close(loss, reference, **tolerance)
-    torch.testing.assert_close(x.grad.float(), x_ref.grad, **tolerance)
-    torch.testing.assert_close(weight.grad, weight_ref.grad, **tolerance)
-
-
-def test_without_counting_targets_the_loss_is_zero():
-    gpt, args = make_model()
-    inputs, targets = make_batch(args)
-    loss = gpt(inputs, torch.full_like(targets, -1))
-    loss.backward()
-    assert loss == 0 and all((p.grad == 0).all() for p in gpt.parameters())
-
-
 def test_rotary_turns_by_the_relative_distance():
     rotary = Rotary(head_dim=8, sequence_length=32)
     torch.manual_seed(0)
     q, k = torch.randn(8), torch.randn(8)
-    turned_q = rotary(q.expand(1, 32, 1, 8))[0, :, 0]
-    turned_k = rotary(k.expand(1, 32, 1, 8))[0, :, 0]
+    turned_q = rotary(q.expand(1, 1, 32, 8))[0, 0]
+    turned_k = rotary(k.expand(1, 1, 32, 8))[0, 0]
     products = turned_q @ turned_k.T
     for distance in (0, 3, 11):
         diagonal = products.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=0)
     torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(32))
+
+
+def test_shorter_inputs_give_the_same_logits_and_longer_ones_are_refused():
+    gpt, args = make_model()
+    inputs, _ = make_batch(args)
+    torch.testing.assert_close(gpt(inputs[:, :5]), gpt(inputs)[:, :5])
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        gpt(torch.zeros(1, args.sequence_length + 1, dtype=torch.long))
 
 
 def test_initial_state_is_the_records():
@@ -124,7 +136,7 @@ def test_initial_state_is_the_records():
     assert gpt.wte.weight is gpt.lm_head.weight
     for block in gpt.h:
         assert not block.attn.c_proj.weight.any() and not block.mlp.c_proj.weight.any()
-        assert block.attn.c_q.weight.abs().max() <= args.n_embd**-0.5
+        assert 0 < block.attn.c_q.weight.abs().max() <= args.n_embd**-0.5
     assert not any("bias" in name for name, _ in gpt.named_parameters())
 
 
@@ -135,113 +147,249 @@ def test_default_model_has_124_million_parameters():
     assert sum(p.numel() for p in gpt.parameters()) == count == 123_568_128
 
 
-def test_longer_inputs_than_built_for_are_refused():
-    gpt, _ = make_model()
-    with pytest.raises(ValueError, match="sequence_length=16"):
-        gpt(torch.zeros(1, 17, dtype=torch.long))
+# -----------------------------------------------------------------------------
+# The head: logits for a chunk of tokens at a time
 
 
-def test_in_bf16_only_weights_gradients_and_losses_are_float32():
-    gpt, args = make_model()
-    train_gpt2.cast_weights(gpt, torch.bfloat16)
-    seen = []
-    for module in gpt.modules():
-        if isinstance(module, (train_gpt2.Linear, train_gpt2.Block, train_gpt2.Rotary)):
-            module.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    loss = gpt(*make_batch(args))
-    loss.backward()
-    assert len(seen) == args.n_layer * 9 and set(seen) == {torch.bfloat16}
-    assert {loss.dtype, *(p.grad.dtype for p in gpt.parameters())} == {torch.float32}
-    reference, _ = make_model()
-    expected = reference(*make_batch(args))
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
-    for p, q in zip(gpt.parameters(), reference.parameters()):
-        assert F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.99
+def in_chunks_of(monkeypatch, size):
+    """Let the head take so many tokens at a time: its own chunks are of a real model's size."""
+    split = torch.Tensor.split
+    monkeypatch.setattr(torch.Tensor, "split", lambda tensor, _: split(tensor, size))
 
 
-def test_weights_are_cast_once_a_step_and_micro_batches_add_up_in_float32(monkeypatch):
-    monkeypatch.setattr(train_gpt2, "matmul_dtype", lambda device: torch.bfloat16)
-    gpt, args = make_model(device_batch_size=2, batch_size=6)
-    inputs, targets = make_batch(args, rows=6)
-    casts, copy = [], torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b: casts.append(len(a)) or copy(a, b))
-    optimizers, kept = build_optimizers(gpt, args, 0, 1), {}
-    sync = train_gpt2.sync_gradients
-    monkeypatch.setattr(
-        train_gpt2, "sync_gradients",
-        lambda o: kept.update({p: p.grad.clone() for p in gpt.parameters()}) or sync(o),
-    )  # fmt: skip
-    lone, _ = make_model()
-    train_step(gpt, optimizers, inputs, targets, 1.0, args)
-    assert casts == [1 + 6 * args.n_layer]  # the head; the blocks' matrices
-    for p in gpt.h.parameters():
-        assert p.dtype == kept[p].dtype == torch.float32
-    train_gpt2.cast_weights(lone, torch.bfloat16)
-    sums = [torch.zeros_like(p) for p in lone.h.parameters()]
-    for x, y in zip(inputs.split(2), targets.split(2)):
-        (lone(x, y) * (2 / 6)).backward()
-        for total, p in zip(sums, lone.h.parameters()):
-            total += p.grad
-            p.grad = None
-    for p, total in zip(gpt.h.parameters(), sums):
-        assert torch.equal(kept[p], total)
-
-
-def test_a_few_batches_are_learnt_by_heart():
-    args = Hyperparameters(**{**TINY, "n_embd": 64, "num_iterations": 150, "warmdown_iters": 50})
+def head_arguments(N, C, V, dtype, weight_dtype=torch.float32):
+    """Return x (N, C), weight (V, C) and targets (N,), of which every seventh is -1."""
     torch.manual_seed(0)
-    gpt = GPT(args)
+    x = torch.randn(N, C, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, C, dtype=weight_dtype, requires_grad=True)
+    targets = torch.randint(V, (N,))
+    targets[::7] = -1
+    return x, weight, targets
+
+
+def capped(x, weight):
+    """Logits with a soft cap: what a user may put into logits_of."""
+    return 2 * torch.tanh(F.linear(x, weight).float() / 2)
+
+
+@pytest.mark.parametrize("logits_of", [train_gpt2.logits_of, capped])
+@pytest.mark.parametrize("chunk", [1, 9, 50])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_chunks_of_the_head_change_nothing(dtype, chunk, logits_of, monkeypatch):
+    """Against autograd of the plain formula, whose logits exist all at once."""
+    monkeypatch.setattr(train_gpt2, "logits_of", logits_of)
+    x, weight, targets = head_arguments(50, 8, 64, dtype)
+    x_ref, weight_ref = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    logits = logits_of(x_ref, weight_ref.to(dtype))
+    reference = F.cross_entropy(logits, targets, ignore_index=-1)
+    in_chunks_of(monkeypatch, chunk)
+    loss = ChunkedCrossEntropy.apply(x, weight, targets)
+    (3 * loss).backward()
+    (3 * reference).backward()
+    assert loss.dtype == weight.grad.dtype == torch.float32 and x.grad.dtype == dtype
+    torch.testing.assert_close(loss, reference)
+    # in bf16 the reference rounds the weight's gradient, ours only that of a chunk
+    tolerance = {"rtol": 0.02, "atol": 1e-3} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(x.grad, x_ref.grad, **tolerance)
+    torch.testing.assert_close(weight.grad, weight_ref.grad, **tolerance)
+    with torch.no_grad():
+        assert torch.equal(ChunkedCrossEntropy.apply(x, weight, targets), loss)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_the_heads_gradient_is_that_of_finite_differences(cap, monkeypatch):
+    def logits_of(x, weight):  # in float64, for differences of 1e-6
+        logits = F.linear(x, weight)
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    monkeypatch.setattr(train_gpt2, "logits_of", logits_of)
+    in_chunks_of(monkeypatch, 5)
+    x, weight, targets = head_arguments(12, 4, 9, torch.float64, torch.float64)
+    assert torch.autograd.gradcheck(ChunkedCrossEntropy.apply, (x, weight, targets), atol=1e-6)
+
+
+@both_dtypes
+def test_training_and_inference_use_one_function_of_logits(dtype, monkeypatch):
+    gpt, args = make_model(dtype)
+    inputs, targets = make_batch(args)
+    before = gpt(inputs)
+    monkeypatch.setattr(train_gpt2, "logits_of", capped)
+    logits, loss = gpt(inputs), gpt(inputs, targets)
+    torch.testing.assert_close(logits, 2 * torch.tanh(before / 2))
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    loss.backward()
+    ours = gradients(gpt)
+    gpt.zero_grad()
+    F.cross_entropy(gpt(inputs).flatten(0, 1), targets.flatten()).backward()
+    tolerance = {} if dtype == "float32" else {"rtol": 0.05, "atol": 2e-3}
+    torch.testing.assert_close(ours, gradients(gpt), **tolerance)
+
+
+def test_a_chunk_is_an_eighth_of_the_tokens_or_as_large_as_512_of_gpt2s_vocabulary(monkeypatch):
+    sizes = []
+
+    def note(x, weight, targets, count):
+        sizes.append(len(x))
+        return torch.zeros(())
+
+    monkeypatch.setattr(train_gpt2, "chunk_loss", note)
+    for tokens, vocab_size, expected in [
+        (1100, 50304, [512, 512, 76]),
+        (64 * 1024, 50304, [8 * 1024] * 8),
+        (4096, 257, [4096]),
+    ]:
+        sizes.clear()
+        x, weight = torch.zeros(tokens, 1), torch.zeros(vocab_size, 1)
+        ChunkedCrossEntropy.apply(x, weight, torch.zeros(tokens, dtype=torch.long))
+        assert sizes == expected
+
+
+@both_dtypes
+def test_without_counting_targets_the_loss_is_zero(dtype):
+    gpt, args = make_model(dtype)
+    inputs, targets = make_batch(args)
+    loss = gpt(inputs, torch.full_like(targets, -1))
+    loss.backward()
+    assert loss == 0 and all((p.grad == 0).all() for p in gpt.parameters())
+
+
+# -----------------------------------------------------------------------------
+# Training steps
+
+
+class Recorder(torch.optim.Optimizer):
+    """Keeps the gradients that a step gives it."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.0})
+        self.param_groups[0]["initial_lr"] = 0.0
+
+    def step(self, closure=None):
+        self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
+
+
+@both_dtypes
+@pytest.mark.parametrize("most, size", [(2, 2), (4, 3), (1, 1), (64, 6)])
+def test_micro_batches_add_up_in_float32(most, size, dtype):
+    """Of 6 sequences; a size that does not divide them is lowered to one that does."""
+    gpt, args = make_model(dtype, device_batch_size=most)
+    inputs, targets = make_batch(args, rows=6)
+    recorder = Recorder(gpt.parameters())
+    loss, largest = train_step(gpt, [recorder], inputs, targets, 1.0, args)
+    sums, total = [torch.zeros_like(p) for p in gpt.parameters()], 0.0
+    for x, y in zip(inputs.split(size), targets.split(size)):
+        micro_loss = gpt(x, y) * (size / 6)
+        micro_loss.backward()
+        total += micro_loss.item()
+        for gradient, p in zip(sums, gpt.parameters()):
+            gradient += p.grad
+            p.grad = None
+    assert loss.item() == pytest.approx(total)
+    for given, gradient, most in zip(recorder.gradients, sums, largest):
+        assert given.dtype == torch.float32 and torch.equal(given, gradient)
+        assert most == gradient.abs().max()
+
+
+@pytest.mark.parametrize("frozen", ["lm_head", "h.0", "h"])
+def test_a_frozen_part_stays_as_it_is(frozen):
+    gpt, args = make_model()
+    part = set(gpt.get_submodule(frozen).requires_grad_(False).parameters())
+    before = [(p, p.detach().clone()) for p in gpt.parameters()]
+    train_step(gpt, build_optimizers(gpt, args, 0, 1), *make_batch(args), 1.0, args)
+    for p, value in before:
+        assert torch.equal(p, value) == (p in part)
+
+
+def spoiled_step(rank, world_size, value):
+    """The result of a step in which one rank has a gradient that is not finite."""
+    gpt, args = make_model()
+    if rank == world_size - 1:
+        gpt.h[1].mlp.c_fc.weight.register_hook(
+            lambda grad: grad.index_fill(0, torch.tensor(3), value)
+        )
+    optimizers = build_optimizers(gpt, args, rank, world_size)
+    loss, largest = train_step(gpt, optimizers, *make_batch(args, seed=rank), 1.0, args)
+    names = [name for name, _ in gpt.named_parameters()]
+    return loss.item(), [name for name, most in zip(names, largest) if not most.isfinite()]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_gradient_that_is_not_finite_makes_the_loss_nan_on_all_ranks(world_size, value, tmp_path):
+    results = run_ranks(spoiled_step, world_size, tmp_path / "ranks", value)
+    for rank, (loss, spoiled) in enumerate(results):
+        assert loss != loss
+        assert spoiled == (["h.1.mlp.c_fc.weight"] if rank == world_size - 1 else [])
+
+
+@both_dtypes
+def test_a_few_batches_are_learnt_by_heart(dtype):
+    changes = {"n_embd": 64, "num_iterations": 150, "warmdown_iters": 50, "device_batch_size": 4}
+    args = Hyperparameters(**{**TINY, **changes})
+    torch.manual_seed(0)
+    gpt = GPT(args, getattr(torch, dtype))
     optimizers = build_optimizers(gpt, args, 0, 1)
     batches = [make_batch(args, rows=4, seed=seed) for seed in range(2)]
     for step in range(args.num_iterations):
         scale = lr_multiplier(step, args)
-        loss = train_step(gpt, optimizers, *batches[step % 2], scale, args)
+        loss, _ = train_step(gpt, optimizers, *batches[step % 2], scale, args)
     # the first token of a sequence is random: only ln(8 sequences) / 16 positions could remain
     assert loss < 0.1
 
 
-def test_golden_losses():
+@both_dtypes
+def test_golden_losses(dtype):
     """Losses of a tiny run, written down once; a change that moves them changes the algorithm."""
     args = Hyperparameters(**TINY)
     torch.manual_seed(1337)
-    gpt = GPT(args)
+    gpt = GPT(args, getattr(torch, dtype))
     plain = PlainGPT(args)
     plain.load_state_dict(gpt.state_dict())
-    optimizers, plain_opts = build_optimizers(gpt, args, 0, 1), plain_optimizers(plain, args)
+    optimizers = build_optimizers(gpt, args, 0, 1)
+    plain_opts = plain_optimizers(plain, args, gpt.dtype)
     inputs, targets = make_batch(args, rows=8)
     losses, plain_losses = [], []
     for _ in range(8):
-        losses.append(train_step(gpt, optimizers, inputs, targets, 1.0, args).item())
-        plain_losses.append(plain_step(plain, plain_opts, inputs, targets).item())
+        losses.append(train_step(gpt, optimizers, inputs, targets, 1.0, args)[0].item())
+        plain_losses.append(plain_step(plain, plain_opts, inputs, targets, gpt.dtype).item())
     assert losses == pytest.approx(GOLDEN, abs=0.005)
     assert losses == pytest.approx(plain_losses, abs=0.005)
 
 
-# torch 2.13.0 on a CPU with avx512_bf16; torch 2.5.1 there: at most 0.0006 away
+# torch 2.13.0 in bfloat16, by the program of five files that came before this one; float32 is at
+# most 0.0007 away, this program 0.0033, torch 2.5.1 0.0006
 GOLDEN = [4.3575, 3.9801, 3.6594, 3.4316, 3.2584, 3.1030, 2.9652, 2.8418]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_model_gives_the_same_loss_in_two_graphs(dtype):
-    gpt, args = make_model(compile=True)
+# the other backend makes the same graphs and cuts them likewise, without a C++ compiler's minute
+@pytest.mark.parametrize(
+    "backend, dtype", [("inductor", "float32"), ("aot_eager_decomp_partition", "bfloat16")]
+)
+def test_compiled_model_gives_the_same_loss_in_two_graphs(backend, dtype, monkeypatch):
+    gpt, args = make_model(dtype, compile=True, n_layer=1)
+    monkeypatch.setattr(gpt, "compile", functools.partial(gpt.compile, backend=backend))
     inputs, targets = make_batch(args)
-    train_gpt2.cast_weights(gpt, dtype)
     expected = gpt(inputs, targets)
     expected.backward()
-    grads = {p: p.grad for p in gpt.parameters()}
+    expected_grads = gradients(gpt)
+    gpt.zero_grad()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    train_gpt2.compile_whole(gpt)
-    tolerance = {} if dtype == torch.float32 else {"rtol": 0.01, "atol": 0.01}
+    before = {name: value.clone() for name, value in gpt.state_dict().items()}
+    random = torch.get_rng_state()
+    loader = SimpleNamespace(next_batch=lambda: (inputs, targets))
+    with train_gpt2.functorch_config.patch(activation_memory_budget=1.0):  # as it is elsewhere
+        train_gpt2.warm_up(gpt, args, loader)
+    assert torch.equal(torch.get_rng_state(), random), "a warm-up leaves no trace"
+    assert all(p.grad is None for p in gpt.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in gpt.state_dict().items())
+    tolerance = {} if dtype == "float32" else {"rtol": 0.01, "atol": 0.01}
     for _ in range(3):
-        gpt.zero_grad()
-        train_gpt2.cast_weights(gpt, dtype)
         loss = gpt(inputs, targets)
         torch.testing.assert_close(loss, expected, **tolerance)
         loss.backward()
-        for p, grad in grads.items():
-            torch.testing.assert_close(p.grad, grad, **tolerance)
+        torch.testing.assert_close(gradients(gpt), expected_grads, **tolerance)
+        gpt.zero_grad()
         with torch.no_grad():
             torch.testing.assert_close(gpt(inputs, targets), expected, **tolerance)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

@@ -2,23 +2,22 @@
 
 import copy
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, run_ranks
+import torch.distributed as dist
+from conftest import TINY, both_dtypes, run_ranks
 from plain import PlainMuon, plain_newton_schulz
+from torch import nn
 
 import train_gpt2
-from train_gpt2 import (
-    GPT,
-    NS_COEFFICIENTS,
-    Hyperparameters,
-    Muon,
-    assign_by_cost,
-    zeropower_via_newtonschulz5,
-)
+from train_gpt2 import GPT, Hyperparameters, Muon, zeropower_via_newtonschulz5
 
-SHAPES = [(16, 16), (64, 16), (16, 64), (8, 8), (4, 24), (3, 1), (1, 5)]
+# six of one shape: a bundle of four and one of two; a parameter of four dimensions is a matrix too
+SHAPES = [(16, 16), (64, 16), (16, 64), (8, 8), (4, 24), (3, 1), (1, 5), (6, 2, 3, 1)]
+SHAPES = SHAPES + [(16, 16)] * 5
 
 
 def polynomial(s, steps=5):
@@ -27,146 +26,60 @@ def polynomial(s, steps=5):
     return s
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (64, 16), (16, 64), (1, 7), (7, 1), (3, 24, 48)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_singular_values_become_the_polynomial_of_themselves(shape, dtype):
-    torch.manual_seed(0)
-    G = torch.randn(shape).to(dtype)
+def exact_orthogonalization(G):
+    """U p(S) V^T in float64, p the scalar polynomial five times over: what the iteration is of."""
     U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
     S = polynomial(S / S.norm(dim=-1, keepdim=True))
-    expected = U @ torch.diag_embed(S) @ Vh
-    out = zeropower_via_newtonschulz5(G)
+    return U @ torch.diag_embed(S) @ Vh
+
+
+def relative(difference, whole):
+    return (difference.double().norm() / whole.double().norm()).item()
+
+
+# -----------------------------------------------------------------------------
+# The iteration
+
+
+@both_dtypes
+@pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(32, 32), (64, 16), (16, 64), (1, 7), (7, 1), (3, 24, 48)])
+def test_singular_values_become_the_polynomial_of_themselves(shape, given, dtype):
+    torch.manual_seed(0)
+    G = torch.randn(shape).to(given)
+    kept = G.clone()
+    out = zeropower_via_newtonschulz5(G, getattr(torch, dtype))
+    assert torch.equal(kept, G), "the input must not be changed"
     assert out.dtype == torch.bfloat16 and out.shape == G.shape
-    assert (out.double() - expected).norm() / expected.norm() < 0.05
+    expected = exact_orthogonalization(G)
+    assert relative(out - expected, expected) < (0.05 if dtype == "bfloat16" else 0.005)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e10, 1e30])
-def test_the_scale_of_the_input_does_not_matter(scale):
+@both_dtypes
+@pytest.mark.parametrize("scale", [1e-3, 1e10, 1e30])
+def test_the_scale_of_the_input_does_not_matter(scale, dtype):
     torch.manual_seed(0)
     G = torch.randn(24, 40)
-    for dtype in (torch.float32, torch.bfloat16):
-        given = (G * scale).to(dtype)
-        kept = given.clone()
-        out = zeropower_via_newtonschulz5(given)
-        assert torch.equal(kept, given), "the input must not be changed"
-    torch.testing.assert_close(out, zeropower_via_newtonschulz5(G), rtol=0.05, atol=0.02)
+    for given in (torch.float32, torch.bfloat16):
+        out = zeropower_via_newtonschulz5((G * scale).to(given), getattr(torch, dtype))
+        expected = zeropower_via_newtonschulz5(G.to(given), getattr(torch, dtype))
+        torch.testing.assert_close(out, expected, rtol=0.05, atol=0.02)
 
 
-def test_extreme_inputs_stay_finite():
-    assert not zeropower_via_newtonschulz5(torch.zeros(8, 12)).any()
-    assert zeropower_via_newtonschulz5(torch.full((8, 12), 1e-30)).isfinite().all()
-    rank_one = torch.outer(torch.arange(1.0, 9), torch.arange(1.0, 13))
-    S = torch.linalg.svdvals(zeropower_via_newtonschulz5(rank_one).float())
-    # bf16's rounding is itself raised by 3.4445^5 = 485: other directions appear, none runs away
-    assert 0.6 < S[0] < 1.3 and S[1:].max() < 1.3
-
-
-def test_only_matrices_are_taken():
-    with pytest.raises(ValueError, match="matrix"):
-        zeropower_via_newtonschulz5(torch.zeros(5))
-    with pytest.raises(ValueError, match="matrices"):
-        Muon([torch.nn.Parameter(torch.zeros(5))], lr=0.1)
-    with pytest.raises(ValueError, match="rank=2"):
-        Muon([torch.nn.Parameter(torch.zeros(5, 5))], lr=0.1, rank=2, world_size=2)
-
-
-def make_parameters():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-
-
-def set_gradients(params, step, skip=()):
-    generator = torch.Generator().manual_seed(100 + step)
-    for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator)
-        p.grad = None if i in skip else grad
-
-
-def three_steps(rank, world_size, skip=()):
-    """Parameters after three steps, the Newton-Schulz calls of this rank, its momentum buffers."""
-    params = make_parameters()
-    muon = Muon(params, lr=0.02, rank=rank, world_size=world_size)
-    calls, original = [], train_gpt2.zeropower_via_newtonschulz5
-
-    def counted(G, **options):
-        matrices = G if G.ndim == 3 else G[None]
-        calls.extend(tuple(matrix.shape) for matrix in matrices if matrix.any())
-        return original(G, **options)
-
-    train_gpt2.zeropower_via_newtonschulz5 = counted
-    try:
-        for step in range(3):
-            set_gradients(params, step, skip)
-            muon.step()
-    finally:
-        train_gpt2.zeropower_via_newtonschulz5 = original
-    buffers = [i for i, p in enumerate(params) if "momentum_buffer" in muon.state.get(p, {})]
-    gathered = muon.gathered_state_dict()["state"]
-    return [p.detach() for p in params], calls, buffers, gathered
-
-
-@pytest.mark.parametrize("skip", [(), (0, 4)])
-@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
-def test_every_world_size_gives_the_same_bits(world_size, skip, tmp_path):
-    alone, _, _, momentum = three_steps(0, 1, skip)
-    ranks = run_ranks(three_steps, world_size, tmp_path / "ranks", skip)
-    for params, _, _, gathered in ranks:
-        for i, (p, q) in enumerate(zip(params, alone)):
-            assert torch.equal(p, q), f"parameter {i}"
-        for i in range(len(alone)):
-            assert torch.equal(
-                gathered[i]["momentum_buffer"], momentum[i]["momentum_buffer"]
-            ), f"momentum {i}"
-    # no redundant work: three calls for each matrix, by the one rank that holds its momentum
-    owned = [i for _, _, buffers, _ in ranks for i in buffers]
-    assert sorted(owned) == [i for i in range(len(SHAPES)) if i not in skip]
-    assert sum(len(calls) for _, calls, _, _ in ranks) == 3 * len(owned)
-
-
-def test_a_missing_gradient_leaves_the_parameter_alone():
-    params, _, _, _ = three_steps(0, 1, skip=(0, 4))
-    for i, (p, initial) in enumerate(zip(params, make_parameters())):
-        assert torch.equal(p, initial) == (i in (0, 4))
-
-
-def test_steps_equal_the_plain_optimizer():
-    """Against the plain optimizer in float64: an error like that of the plain one in bf16."""
-    results = []
-    for optimizer_class in (Muon, PlainMuon, partial(PlainMuon, dtype=torch.float64)):
-        params = make_parameters()
-        optimizer = optimizer_class(params, lr=0.02)
-        for step in range(3):
-            set_gradients(params, step)
-            optimizer.step()
-        results.append(torch.cat([p.detach().flatten() for p in params]))
-    ours, plain, exact = results
-    moved = exact - torch.cat([p.detach().flatten() for p in make_parameters()])
-    assert (ours - exact).norm() < 0.05 * moved.norm()
-    assert (ours - exact).norm() < 1.5 * (plain - exact).norm()
-
-
-def test_groups_have_their_own_settings():
-    first, second = make_parameters()[:2]
-    muon = Muon([{"params": [first], "lr": 0.0}, {"params": [second]}], lr=0.1)
-    before = first.detach().clone(), second.detach().clone()
-    set_gradients([first, second], 0)
-    muon.step()
-    assert torch.equal(first, before[0]) and not torch.equal(second, before[1])
-
-
-# ---------------------------------------------------------------------------
-# the iteration itself
-
-
-def exact_orthogonalization(G, coefficients):
-    """U p(S) V^T in float64, p the scalar polynomials of the schedule one after the other."""
-    U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
-    S = S / S.norm()
-    schedule = NS_COEFFICIENTS[coefficients]
-    for i in range(5):
-        a, b, c = schedule[min(i, len(schedule) - 1)]
-        S = a * S + b * S**3 + c * S**5
-    return U @ torch.diag(S) @ Vh
+@both_dtypes
+def test_extreme_inputs_stay_finite(dtype):
+    orthogonalized = partial(zeropower_via_newtonschulz5, dtype=getattr(torch, dtype))
+    assert not orthogonalized(torch.zeros(8, 12)).any()
+    assert not orthogonalized(torch.zeros(3, 12, 8)).any()
+    for shape in [(8, 12), (8, 40), (40, 8), (2, 8, 40)]:
+        for value in (1e-45, 1e-30, 1e30, 3e38):
+            out = orthogonalized(torch.full(shape, value))
+            assert out.isfinite().all() and out.abs().max() < 1.3, (shape, value)
+    for columns in (13, 41):
+        rank_one = torch.outer(torch.arange(1.0, 9), torch.arange(1.0, columns))
+        S = torch.linalg.svdvals(orthogonalized(rank_one).float())
+        # rounding is itself raised by 3.4445^5 = 485: other directions appear, none runs away
+        assert 0.6 < S[0] < 1.3 and S[1:].max() < (1.3 if dtype == "bfloat16" else 0.1)
 
 
 def spectra(m, n):
@@ -189,45 +102,275 @@ def spectra(m, n):
     }
 
 
-@pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("coefficients", NS_COEFFICIENTS)
+@both_dtypes
 @pytest.mark.parametrize("shape", [(96, 96), (64, 256), (256, 64)])
-def test_hard_spectra_are_no_worse_than_with_the_plain_iteration(
-    shape, coefficients, products, monkeypatch
-):
+def test_hard_spectra_are_no_worse_than_with_the_plain_iteration(shape, dtype):
     """Iterating on the Gram matrix alone, without a restart, errs by 10^1 to 10^13 here."""
-    monkeypatch.setattr(train_gpt2, "matmul_dtype", lambda device: products)
-    tall = shape[0] > shape[1]
+    products = getattr(torch, dtype)
     for name, G in spectra(min(shape), max(shape)).items():
-        G = G.T if tall else G
-        exact = exact_orthogonalization(G, coefficients)
-
-        def error(out, exact=exact):
-            return ((out.double() - exact).norm() / exact.norm()).item()
-
-        out = zeropower_via_newtonschulz5(G, coefficients=coefficients)
-        plain = plain_newton_schulz(G, dtype=products, coefficients=coefficients)
-        assert error(out) < max(1.25 * error(plain), 0.08), name
-        assert torch.linalg.matrix_norm(out.double(), 2) < 1.4, name
-
-
-def test_a_batch_gives_the_bits_of_its_matrices_in_any_company():
-    """What makes all world sizes equal: place and neighbours in a batch of 4 change nothing."""
-    torch.manual_seed(0)
-    for shape in [(16, 16), (16, 64), (128, 128), (128, 512)]:
-        G = torch.randn(7, *shape)
-        alone = torch.zeros(7, *shape, dtype=torch.bfloat16)
-        for i in range(7):
-            batch = torch.zeros(4, *shape)
-            batch[0] = G[i]
-            alone[i] = zeropower_via_newtonschulz5(batch)[0]
-        for order in torch.randperm(7), torch.arange(7).flip(0):
-            for chosen in order.unfold(0, 4, 1):
-                assert torch.equal(zeropower_via_newtonschulz5(G[chosen]), alone[chosen]), shape
+        G = G.T if shape[0] > shape[1] else G
+        exact = exact_orthogonalization(G)
+        for out in (
+            zeropower_via_newtonschulz5(G, products),
+            zeropower_via_newtonschulz5(torch.stack([G] * 3), products)[1],
+        ):
+            plain = plain_newton_schulz(G, dtype=products)
+            bound = max(1.25 * relative(plain - exact, exact), 0.08)
+            assert relative(out - exact, exact) < bound, name
+            assert torch.linalg.matrix_norm(out.double(), 2) < 1.4, name
 
 
-# ---------------------------------------------------------------------------
-# assignment
+def test_only_matrices_are_taken():
+    for shape in [(), (5,), (2, 2, 5, 5)]:
+        with pytest.raises(ValueError, match="must be a matrix or a batch"):
+            zeropower_via_newtonschulz5(torch.zeros(shape))
+    for shape in [(), (5,)]:
+        with pytest.raises(ValueError, match="takes matrices, not a parameter of shape"):
+            Muon([nn.Parameter(torch.zeros(shape))], lr=0.1)
+
+
+# -----------------------------------------------------------------------------
+# Steps, on any number of ranks
+
+
+def make_parameters(shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def set_gradients(params, step, skip=()):
+    generator = torch.Generator().manual_seed(100 + step)
+    for i, p in enumerate(params):
+        grad = torch.randn(p.shape, generator=generator)
+        p.grad = None if i in skip else grad
+
+
+def flat(params):
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+def spoil_what_others_own(muon):
+    """What training leaves there: sums of some ranks only. The owner's gradient alone counts."""
+    for p, owner in muon.owner.items():
+        if owner != muon.rank and p.grad is not None:
+            p.grad.fill_(float("nan"))
+
+
+def three_steps(rank, world_size, dtype, skip=()):
+    """Parameters after three steps, the matrices this rank orthogonalized, its momenta, all's."""
+    params = make_parameters()
+    ranks = dict(rank=rank, world_size=world_size)
+    muon = Muon(params, lr=0.02, weight_decay=0.1, dtype=dtype, **ranks)
+    seen, original = [], train_gpt2.zeropower_via_newtonschulz5
+
+    def counted(G, *options):
+        seen.extend(G if G.ndim == 3 else [G])
+        return original(G, *options)
+
+    train_gpt2.zeropower_via_newtonschulz5 = counted
+    try:
+        for step in range(3):
+            set_gradients(params, step, skip)
+            spoil_what_others_own(muon)
+            muon.step()
+    finally:
+        train_gpt2.zeropower_via_newtonschulz5 = original
+    momenta = [i for i, p in enumerate(params) if "momentum_buffer" in muon.state.get(p, {})]
+    owned = [i for i, p in enumerate(params) if muon.owner[p] == rank and i not in skip]
+    gathered = muon.gathered_state_dict()["state"]
+    return SimpleNamespace(
+        values=flat(params),
+        gathered=torch.cat([gathered[i]["momentum_buffer"].flatten() for i in range(len(params))]),
+        matrices=len(seen),
+        momenta=momenta,
+        owned=owned,
+    )
+
+
+# none; one and all of a bundle, and others; all of several rounds; all
+SKIPS = [(), (0, 4), (8, 9, 10, 0, 3), tuple(range(1, len(SHAPES))), tuple(range(len(SHAPES)))]
+
+
+def cases(rank, world_size):
+    return {
+        (dtype, skip): three_steps(rank, world_size, dtype, skip)
+        for dtype in (torch.float32, torch.bfloat16)
+        for skip in SKIPS
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_every_world_size_gives_the_same_bits(world_size, tmp_path):
+    ranks = run_ranks(cases, world_size, tmp_path / "ranks")
+    for case, alone in cases(0, 1).items():
+        of_ranks = [results[case] for results in ranks]
+        for result in of_ranks:
+            assert torch.equal(result.values, alone.values), case
+            assert torch.equal(result.gathered, alone.gathered), case
+            # each matrix is orthogonalized by the rank alone that holds its momentum
+            assert result.momenta == result.owned and result.matrices == 3 * len(result.owned)
+        owned = [i for result in of_ranks for i in result.owned]
+        assert sorted(owned) == [i for i in range(len(SHAPES)) if i not in case[1]]
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_a_missing_gradient_leaves_the_parameter_alone(skip):
+    after = three_steps(0, 1, torch.float32, skip).values.split(
+        [p.numel() for p in make_parameters()]
+    )
+    for i, (value, initial) in enumerate(zip(after, make_parameters())):
+        assert torch.equal(value, initial.flatten()) == (i in skip)
+
+
+def test_a_gradient_may_come_and_go():
+    """A matrix without one for a step keeps its momentum, and is no other than its neighbours."""
+    params, lone = make_parameters([(16, 16)] * 4), make_parameters([(16, 16)] * 4)
+    muon, one = Muon(params, lr=0.02), Muon(lone, lr=0.02)
+    for step, skip in enumerate([(), (1, 2), ()]):
+        set_gradients(params, step, skip)
+        muon.step()
+        set_gradients(lone, step)
+        kept = [lone[i].detach().clone() for i in skip]
+        momenta = [one.state[lone[i]]["momentum_buffer"].clone() for i in skip]
+        one.step()
+        for i, value, momentum in zip(skip, kept, momenta):
+            lone[i].data.copy_(value)
+            one.state[lone[i]]["momentum_buffer"].copy_(momentum)
+    torch.testing.assert_close(flat(params), flat(lone), rtol=0, atol=1e-3)
+
+
+@both_dtypes
+def test_steps_equal_the_plain_optimizer(dtype):
+    """Against the plain optimizer in float64: an error like that of the plain one in dtype."""
+    products, results = getattr(torch, dtype), []
+    matrices = [shape for shape in SHAPES if len(shape) == 2]
+    for optimizer_class in (
+        partial(Muon, dtype=products),
+        partial(PlainMuon, dtype=products),
+        partial(PlainMuon, dtype=torch.float64),
+    ):
+        params = make_parameters(matrices)
+        optimizer = optimizer_class(params, lr=0.02)
+        for step in range(3):
+            set_gradients(params, step)
+            optimizer.step()
+        results.append(flat(params))
+    ours, plain, exact = results
+    moved = exact - flat(make_parameters(matrices))
+    assert relative(ours - exact, moved) < 0.05
+    if dtype == "bfloat16":  # in float32 only the update's rounding to bf16 is left
+        assert (ours - exact).norm() < 1.5 * (plain - exact).norm()
+    else:
+        assert relative(ours - exact, moved) < 0.005
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_steps_equal_torchs_own_muon():
+    """Its momentum is 0.05 times ours; its factor of 0.2 asks for five times the learning rate."""
+    shapes = [shape for shape in SHAPES if len(shape) == 2]
+    ours, theirs = make_parameters(shapes), make_parameters(shapes)
+    muon = Muon(ours, lr=0.02, weight_decay=0.5)
+    torchs = torch.optim.Muon(
+        theirs, lr=0.1, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    for step in range(2):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        muon.step()
+        torchs.step()
+    for p, q, initial in zip(ours, theirs, make_parameters(shapes)):
+        bound = 0.1 if 1 in p.shape else 0.05  # of a vector one number counts, rounded to bf16
+        assert (p - q).norm() < bound * (q - initial).norm(), p.shape
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (96, 24), (24, 96), (512, 2), (2, 512)])
+def test_the_docstrings_learning_rate_makes_it_keller_jordans_muon(shape):
+    """For his lr of 0.02 give 0.02 / sqrt(N); an entry then changes by about lr."""
+    (p,), (q,) = make_parameters([shape]), make_parameters([shape])
+    initial, lr = q.detach().clone(), 0.02 / shape[1] ** 0.5
+    set_gradients([p], 0)
+    set_gradients([q], 0)
+    Muon([p], lr=lr, dtype=torch.float32).step()
+    with torch.no_grad():  # https://github.com/KellerJordan/Muon: its first step
+        update = plain_newton_schulz(q.grad.add(q.grad, alpha=0.95), dtype=torch.float32)
+        q.add_(update * max(1, shape[0] / shape[1]) ** 0.5, alpha=-0.02)
+    assert relative(p.detach() - q.detach(), q.detach() - initial) < 0.005
+    change = (p.detach() - initial).square().mean().sqrt().item()
+    assert 0.7 * lr < change < 1.25 * lr
+
+
+def test_weight_decay_is_decoupled():
+    params, plain = make_parameters(), make_parameters()
+    muon, without = Muon(params, lr=0.02, weight_decay=0.3), Muon(plain, lr=0.02)
+    for step in range(2):
+        before = flat(params)
+        plain_before = flat(plain)
+        set_gradients(params, step)
+        set_gradients(plain, step)
+        muon.step()
+        without.step()
+        update = flat(plain) - plain_before
+        torch.testing.assert_close(flat(params), before * (1 - 0.02 * 0.3) + update)
+
+
+def test_huge_and_tiny_gradients_are_finite():
+    for scale in (1e30, 1e-30, 0.0):
+        params = make_parameters()
+        muon = Muon(params, lr=0.02)
+        for step in range(2):
+            set_gradients(params, step)
+            for p in params:
+                p.grad.mul_(scale)
+            muon.step()
+        assert flat(params).isfinite().all()
+        assert (flat(params) - flat(make_parameters())).abs().max() < 0.5
+
+
+def test_a_step_may_compute_the_loss():
+    params = make_parameters([(8, 8), (8, 4)])
+    muon = Muon(params, lr=0.02)
+
+    def closure():
+        muon.zero_grad()
+        loss = (params[0] @ params[1]).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [muon.step(closure).item() for _ in range(20)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert muon.step() is None
+
+
+# -----------------------------------------------------------------------------
+# Groups and the sharing of the work
+
+
+def steps_in_groups(rank, world_size):
+    """Three groups, the last one added later, each with its own learning rate."""
+    params = make_parameters()
+    groups = [{"params": params[:2], "lr": 0.0}, {"params": params[2:7]}]
+    muon = Muon(groups, lr=0.1, rank=rank, world_size=world_size)
+    muon.add_param_group({"params": params[7:], "lr": 0.02, "momentum": 0.5})
+    for step in range(2):
+        set_gradients(params, step)
+        spoil_what_others_own(muon)
+        muon.step()
+    return [p.detach() for p in params], muon.loads
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_groups_have_their_own_settings(world_size, tmp_path):
+    before = make_parameters()
+    expected = make_parameters()
+    for part, lr, momentum in [(slice(2, 7), 0.1, 0.95), (slice(7, None), 0.02, 0.5)]:
+        muon = Muon(expected[part], lr=lr, momentum=momentum)
+        for step in range(2):
+            set_gradients(expected, step)
+            muon.step()
+    for after, loads in run_ranks(steps_in_groups, world_size, tmp_path / "ranks"):
+        assert all(map(torch.equal, after[:2], before[:2]))
+        assert all(map(torch.equal, after[2:], expected[2:]))
+        assert min(loads) > 0
 
 
 def least_possible(squares, wides, square_cost, wide_cost, ranks):
@@ -253,137 +396,168 @@ def least_possible(squares, wides, square_cost, wide_cost, ranks):
     return next(cost for cost in costs if cost >= least and fits(cost))
 
 
+def on_meta(shapes):
+    return [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+
+
 @pytest.mark.parametrize(
     "n_layer, n_embd", [(12, 768), (24, 1024), (36, 1280), (48, 1600), (10, 768), (13, 768)]
 )
 def test_ranks_share_the_cost_as_well_as_possible(n_layer, n_embd):
     C = n_embd
-    shapes = ([(C, C)] * 4 + [(4 * C, C), (C, 4 * C)]) * n_layer
+    params = on_meta(([(C, C)] * 4 + [(4 * C, C), (C, 4 * C)]) * n_layer)
     for ranks in range(2, 17):
-        load = [0] * ranks
-        owners = assign_by_cost(shapes, load)
-        assert owners == assign_by_cost(shapes, [0] * ranks)  # deterministic
+        muons = [Muon(params, lr=0.1, rank=rank, world_size=ranks) for rank in (0, ranks - 1)]
+        assert muons[0].owner == muons[1].owner and set(muons[0].owner) == set(params)
         costs = [0] * ranks
-        for (m, n), owner in zip(shapes, owners):
-            costs[owner] += C * C * (C + 2 * max(m, n))
-        assert costs == load
+        for p, owner in muons[0].owner.items():
+            costs[owner] += C * C * (C + 2 * max(p.shape))
+        assert costs == muons[0].loads
         best = least_possible(4 * n_layer, 2 * n_layer, 3 * C**3, 9 * C**3, ranks)
-        assert max(load) <= 1.02 * best
+        assert max(costs) <= 1.02 * best
 
 
 def test_more_ranks_than_matrices():
-    assert sorted(assign_by_cost([(4, 4)] * 3, [0] * 8)) == [0, 1, 2]
+    muon = Muon(on_meta([(4, 4), (4, 5), (4, 6)]), lr=0.1, world_size=8)
+    assert sorted(muon.owner.values()) == [0, 1, 2]
 
 
-# ---------------------------------------------------------------------------
-# failures, and state
+def test_small_matrices_of_one_shape_go_in_bundles_of_four():
+    """The most expensive first; large ones alone."""
+    muon = Muon(on_meta([(8, 8)] * 6 + [(8, 16), (513, 512), (513, 512)]), lr=0.1)
+    (bundles,) = muon.bundles
+    shapes = [[tuple(p.shape) for p in bundle] for bundle in bundles]
+    large = [[(513, 512)]] * 2
+    assert shapes == [*large, [(8, 8)] * 4, [(8, 8)] * 2, [(8, 16)]]
 
 
-def spoiled_gradient(rank, world_size):
-    """The error of a step with a gradient that one rank holds spoiled, and what it changed."""
-    params = make_parameters()
-    muon = Muon(params, lr=0.02, rank=rank, world_size=world_size)
-    set_gradients(params, 0)
-    muon.step()
-    before = [p.detach().clone() for p in params]
-    momentum = {p: state["momentum_buffer"].clone() for p, state in muon.state.items()}
-    set_gradients(params, 1)
-    if rank == world_size - 1:
-        params[5].grad[0, 0], params[2].grad[0, 0] = float("nan"), float("inf")
-    try:
-        muon.step()
-        error = None
-    except FloatingPointError as raised:
-        error = str(raised)
-    same = all(torch.equal(p, b) for p, b in zip(params, before))
-    kept = all(torch.equal(muon.state[p]["momentum_buffer"], m) for p, m in momentum.items())
-    return error, same and kept
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_gradient_that_is_not_finite_stops_all_ranks_unchanged(world_size, tmp_path):
-    for error, unchanged in run_ranks(spoiled_gradient, world_size, tmp_path / "ranks"):
-        assert error.startswith(
-            f"the gradient of parameter 2, (16, 64), is not finite, seen on rank {world_size - 1}"
-        )
-        assert unchanged
-
-
-def test_huge_and_tiny_gradients_are_finite():
-    params = make_parameters()
-    for scale in (1e30, 1e-30, 0.0):
-        muon = Muon(params, lr=0.02)
-        set_gradients(params, 0)
-        for p in params:
-            p.grad.mul_(scale)
-        muon.step()
-    assert all(p.isfinite().all() for p in params)
-
-
-def weights_differ(rank, world_size, spoiled):
-    gpt = GPT(Hyperparameters(**TINY))
-    torch.manual_seed(0)
-    for p in gpt.parameters():
-        torch.nn.init.normal_(p)
-    if rank in spoiled:
-        gpt.h[1].mlp.c_fc.weight.data[3, 3] *= 1 + 2**-20
-    try:
-        train_gpt2.check_ranks_agree(train_gpt2.weight_sums(gpt), "void")
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("spoiled", [(), (2,)])
-def test_one_weight_of_one_rank_is_noticed(spoiled, tmp_path):
-    for error in run_ranks(weights_differ, 3, tmp_path / "ranks", spoiled):
-        if spoiled:
-            assert error == "the ranks [2] hold another h.1.mlp.c_fc.weight than the others: void"
-        else:
-            assert error is None
+# -----------------------------------------------------------------------------
+# State, and ranks that differ
 
 
 def two_halves(rank, world_size, saved=None):
-    """Two steps, or one step from a saved state; parameters and the gathered state."""
+    """Two steps, or two more from a saved state; parameters and the gathered state."""
     params = make_parameters()
     muon = Muon(params, lr=0.02, rank=rank, world_size=world_size)
     if saved:
         for p, value in zip(params, saved[0]):
             p.data.copy_(value)
         muon.load_state_dict(copy.deepcopy(saved[1]))
-    set_gradients(params, int(bool(saved)))
-    muon.step()
+        assert set(muon.state) == {p for p, owner in muon.owner.items() if owner == rank}
+    for step in range(2):
+        set_gradients(params, 2 * bool(saved) + step, skip=(2,))
+        muon.step()
     owned = {p for p, owner in muon.owner.items() if owner == rank}
-    assert set(muon.state) == owned, "momentum is only on its owner"
+    assert set(muon.state) <= owned, "momentum is only on its owner"
     return [p.detach().clone() for p in params], muon.gathered_state_dict()
 
 
 def test_state_continues_at_any_world_size(tmp_path):
-    first = {w: run_ranks(two_halves, w, tmp_path / f"a{w}")[0] for w in (1, 3)}
-    for before in (1, 3):
-        for after in (1, 3):
-            folder = tmp_path / f"b{before}{after}"
-            for params, state in run_ranks(two_halves, after, folder, first[before]):
-                if (before, after) == (1, 1):
-                    expected = params, state
-                assert all(map(torch.equal, params, expected[0]))
-                momenta, kept = state["state"], expected[1]["state"]
-                for i in kept:
-                    assert torch.equal(momenta[i]["momentum_buffer"], kept[i]["momentum_buffer"])
+    sizes = (1, 3, 8)
+    first = {w: run_ranks(two_halves, w, tmp_path / f"a{w}")[0] for w in sizes}
+    params, state = two_halves(0, 1, first[1])
+    momenta = {i: momentum["momentum_buffer"] for i, momentum in state["state"].items()}
+    assert [i for i, momentum in momenta.items() if not momentum.any()] == [2]
+    for before, after in [(1, 3), (3, 1), (3, 8), (8, 3), (3, 3)]:
+        folder = tmp_path / f"b{before}{after}"
+        for values, gathered in run_ranks(two_halves, after, folder, first[before]):
+            assert all(map(torch.equal, values, params))
+            assert gathered["param_groups"] == state["param_groups"]
+            for i, momentum in momenta.items():
+                assert torch.equal(gathered["state"][i]["momentum_buffer"], momentum)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_steps_equal_torchs_own_muon():
-    """Its momentum is 0.05 times ours; its factor of 0.2 asks for five times the learning rate."""
-    ours, theirs = make_parameters(), make_parameters()
-    muon = Muon(ours, lr=0.02)
-    torchs = torch.optim.Muon(
-        theirs, lr=0.1, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+def test_state_of_one_rank_is_what_torch_saves():
+    params = make_parameters()
+    muon = Muon(params, lr=0.02)
+    set_gradients(params, 0)
+    muon.step()
+    other = Muon(make_parameters(), lr=0.5)
+    other.load_state_dict(copy.deepcopy(muon.state_dict()))
+    assert other.param_groups[0]["lr"] == 0.02
+    momenta = [muon.state[p]["momentum_buffer"] for p in params]
+    loaded = [other.state[p]["momentum_buffer"] for p in other.param_groups[0]["params"]]
+    assert all(map(torch.equal, momenta, loaded))
+
+
+class Tokens:
+    """A loader of one batch, for what train() asks of one when no step is left."""
+
+    batch_size = T = 12
+
+    def __init__(self, rank):
+        self.rank, self.position = rank, 0
+
+    def next_batch(self):
+        tokens = torch.arange(13).repeat(4, 1)
+        return tokens[:, :-1], tokens[:, 1:].clone()
+
+    def data_hash(self):
+        return "0" * 12
+
+
+def validate_at_the_end(rank, world_size, folder, spoiled):
+    """The error of a validation when some ranks hold another weight, in its last bit."""
+    args = Hyperparameters(**{**TINY, "sequence_length": 12, "val_tokens": 144, "log_dir": folder})
+    torch.manual_seed(0)
+    gpt = GPT(args)
+    if rank in spoiled:
+        weight = gpt.h[1].mlp.c_fc.weight.data
+        weight[3, 3] = torch.nextafter(weight[3, 3], torch.tensor(9.0))
+    log = train_gpt2.Log(args, "one", rank)
+    loader = Tokens(rank)
+    first_step = args.num_iterations  # none is left
+    try:
+        train_gpt2.train(args, log, gpt, [], loader, loader, first_step, lambda: False)
+    except train_gpt2.RunError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("spoiled", [(), (2,), (0, 1)])
+def test_one_weight_of_one_rank_is_noticed(spoiled, tmp_path):
+    arguments = str(tmp_path), spoiled
+    for error in run_ranks(validate_at_the_end, 3, tmp_path / "ranks", *arguments):
+        if spoiled:
+            assert error.startswith("the ranks differ in their weights: [")
+        else:
+            assert error is None
+
+
+# -----------------------------------------------------------------------------
+# Elsewhere
+
+
+def muon_section():
+    """The section of train_gpt2.py between its ruler and that of the data."""
+    sections = Path(train_gpt2.__file__).read_text().split("\n# ---- ")
+    (section,) = [section for section in sections if section.startswith("Muon")]
+    section = "# " + section
+    return section
+
+
+@both_dtypes
+def test_the_section_alone_trains_another_network(dtype):
+    """Copied, as its title says: with torch and torch.distributed as dist."""
+    names = {"torch": torch, "dist": dist}
+    exec(compile(muon_section(), "muon.py", "exec"), names)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(96, 32), nn.ReLU(), nn.Linear(32, 4)
     )
-    for step in range(2):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        muon.step()
-        torchs.step()
-    for p, q, initial in zip(ours, theirs, make_parameters()):
-        bound = 0.1 if 1 in p.shape else 0.05  # of a vector one number counts, rounded to bf16
-        assert (p - q).norm() < bound * (q - initial).norm(), p.shape
+    matrices = [model[0].weight, model[3].weight]
+    others = [p for p in model.parameters() if all(p is not q for q in matrices)]
+    muon = names["Muon"](matrices, lr=0.005, dtype=getattr(torch, dtype))
+    adamw = torch.optim.AdamW(others, lr=0.01)
+    schedule = torch.optim.lr_scheduler.LinearLR(muon, 1.0, 0.1, 40)
+    images, labels = torch.randn(64, 1, 6, 6), torch.randint(4, (64,))
+    losses = []
+    for _ in range(40):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    assert losses[0] > 1.2 and losses[-1] < 0.1
+    assert muon.param_groups[0]["lr"] == pytest.approx(0.0005)

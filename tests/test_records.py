@@ -7,70 +7,140 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import ab
 import compare
-import describe
+import lever_table
 import numpy as np
 import pytest
 import report
 import rerun
 import runlog
 import torch
-from conftest import ROOT, TINY, write_shard
+from conftest import ROOT, TINY, both_dtypes, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from train_gpt2 import Hyperparameters, main
+from train_gpt2 import GPT, Hyperparameters, main
 
 # ---------------------------------------------------------------------------
 # logs to read
 
 HEADER = {
-    "num_iterations": 40, "batch_size": 4, "sequence_length": 8, "val_tokens": 64, "seed": 1,
-    "target_val_loss": 1.5, "muon_coefficients": "quintic", "run_id": "x", "log_dir": "logs",
-}  # fmt: skip
+    "num_iterations": 40,
+    "batch_size": 4,
+    "sequence_length": 8,
+    "val_tokens": 64,
+    "seed": 1,
+    "target_val_loss": 1.5,
+    "learning_rate": 0.01,
+    "n_layer": 2,
+    "n_embd": 16,
+    "train_files": "data/train_*.bin",
+    "run_id": "x",
+    "log_dir": "logs",
+}
+FACTS = {
+    "val_hash": "aa",
+    "hash": "",  # ones, as many as the script's hash has
+    "train_tokens": 12345,
+    "device": "CPU one",
+    "products": "torch.float32",
+    "processes": 1,
+    "torch": "2.13.0",
+    "ms": 7,
+    "memory": 500,
+    "compile": 3.5,
+    "commit": "abcdef0123456",
+}
+OLD_ONLY = {"muon_coefficients": "quintic", "attention": "auto", "checksum_every": 500}
+OLD_ONLY |= {"bytes_per_token": 0.5}
+both_formats = pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
 
 
-def write_log(path, loss=1.25, source="print('a script')", **changes):
-    """Write a log in our grammar, without a training: 40 steps, validated at 0, 20 and 40."""
-    facts = {"val_hash": "aa", "hash": "11", "device": "CPU one", "products": "torch.float32",
-             "processes": 1, "torch": "2.13.0", "ms": 7, "memory": 500, "compile": 3.5,
-             "commit": "abcdef0123456"}  # fmt: skip
-    facts |= {name: changes.pop(name) for name in list(changes) if name in facts}
-    stopped_at, curve = changes.pop("stopped_at", 40), changes.pop("curve", None)
-    values = HEADER | changes
-    last = values["num_iterations"]
-    lines = [source, "source of data/shards.py:", "FORMAT = 1"]
-    lines += [f"hyperparameter {name}={value!r}" for name, value in values.items()]
-    lines += [
-        f"python:3.11.7 torch:{facts['torch']} numpy:2.0 cuda:None "
-        f"commit:{facts['commit']}",
-        f"device:{facts['device']} processes:{facts['processes']} threads:2 "
-        f"products:{facts['products']}",
-        f"val data: 1 shards, 100 tokens; the first 64 count, val_hash:{facts['val_hash']}",
+def old_header(facts):
+    return [
+        f"python:3.11.7 torch:{facts.torch} numpy:2.0 cuda:None commit:{facts.commit}",
+        f"device:{facts.device} processes:{facts.processes} threads:2 products:{facts.products}",
+        f"train data: 1 shards, {facts.train_tokens:,} tokens; 40 steps read 1,280 (0.1 epochs)",
+        f"val data: 1 shards, 100 tokens; the first 64 count, val_hash:{facts.val_hash}",
     ]
-    for step in range(min(last, stopped_at) + 1):
-        ms = facts["ms"] * step
+
+
+def new_header(facts):
+    return [
+        f"torch:{facts.torch} commit:{facts.commit}",
+        f"device:{facts.device} processes:{facts.processes} threads:2 products:{facts.products}",
+        f"train_tokens:{facts.train_tokens} val_hash:{facts.val_hash} micro_batch:4",
+        "AdamW lr:0.01 parameters:1024",
+        "Muon lr:0.005 parameters:6144",
+    ]
+
+
+def old_summary(facts, loss):
+    return [
+        f"setup:1.0s compile:{facts.compile}s train:0.3s",
+        "compile: graphs:2 graph_breaks:0 recompiles:0",
+        f"tokens/s:4571 peak_memory:{facts.memory}MiB mfu:41.5%",
+        f"result val_loss:{loss:.4f} bits_per_byte:2.0 target:1.5 reached",
+    ]
+
+
+def new_summary(facts, loss):
+    return [
+        f"compile:{facts.compile}s train:0.3s checkpoint:0.0s validation:0.1s",
+        f"tokens/s:4571 peak_memory:{facts.memory}MiB graphs:2",
+        f"result val_loss:{loss:.4f} target:1.5",
+    ]
+
+
+def write_log(path, loss=1.25, source="print('a script')", old=False, **changes):
+    """Write a log as train_gpt2.py does, without a training: 40 steps, validated every 20.
+
+    old: as the script of five files did. stopped_at: the last step; every: steps between
+    validations; first: the first step, of a log that begins in a resume.
+    """
+    facts = FACTS | {name: changes.pop(name) for name in FACTS.keys() & changes.keys()}
+    facts["hash"] = facts["hash"] or "1" * (16 if old else 12)
+    facts = SimpleNamespace(**facts)
+    stopped_at, curve = changes.pop("stopped_at", None), changes.pop("curve", None)
+    every, first = changes.pop("every", 20), changes.pop("first", 0)
+    values = HEADER | (OLD_ONLY if old else {"dtype": "auto"}) | changes
+    last = values["num_iterations"]
+    lines = [source] + ["source of data/shards.py:", "FORMAT = 1"] * old
+    lines += [f"hyperparameter {name}={value!r}" for name, value in values.items()]
+    lines += (old_header if old else new_header)(facts)
+    stopped_at = last if stopped_at is None else stopped_at
+    for step in range(first, stopped_at + 1):
+        ms = facts.ms * step
         tail = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         train_loss = 5 - step / 20 + (curve or values["seed"]) / 1e3
         lines += [f"step:{step}/{last} train_loss:{train_loss:.4f} {tail}"] * (step > 0)
-        if step % 20 == 0:
+        if step % every == 0:
             value = loss if step == last else 5 - step / 20
-            lines.append(f"step:{step}/{last} val_loss:{value:.4f} {tail} "
-                         f"data_hash:{facts['hash']}")
-    lines += [f"setup:1.0s compile:{facts['compile']}s train:0.3s",
-              "compile: graphs:2 graph_breaks:0 recompiles:0",
-              f"tokens/s:4571 peak_memory:{facts['memory']}MiB mfu:41.5%"]  # fmt: skip
+            line = f"step:{step}/{last} val_loss:{value:.4f} {tail} data_hash:{facts.hash}"
+            lines.append(line)
+    if stopped_at == last:
+        lines += (old_summary if old else new_summary)(facts, loss)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
 def write_group(folder, name, losses, **changes):
-    return [str(write_log(folder / f"{name}_seed{seed}.txt", loss, seed=seed, **changes))
-            for seed, loss in enumerate(losses, 1)]
+    return [
+        str(write_log(folder / f"{name}_seed{seed}.txt", loss, seed=seed, **changes))
+        for seed, loss in enumerate(losses, 1)
+    ]
+
+
+def append_log(path, **changes):
+    """Resume a log of write_log: append another start; `first` there is its first step."""
+    before = path.read_text()
+    path.write_text(before + write_log(path, **changes).read_text())
+    return path
 
 
 # Record 9 of the public speedrun, 2024-11-06: its step lines and GPU's row, retyped
@@ -119,53 +189,102 @@ def test_public_log_of_2024_is_read(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_log_written_by_training_is_read(tiny):
-    loss = main(Hyperparameters(**{**tiny, "run_id": "mine_seed7", "seed": 7}))
+@both_dtypes
+def test_log_written_by_training_is_read(dtype, tiny):
+    own = {**tiny, "run_id": "mine_seed7", "seed": 7, "dtype": dtype}
+    loss = main(Hyperparameters(**own))
     run = runlog.read(f"{tiny['log_dir']}/mine_seed7.txt")
-    assert run.val_loss == pytest.approx(loss, abs=5e-5)
+    assert run.val_loss == pytest.approx(loss, abs=5e-5) and run.finished
     assert (run.label, run.seed, run.steps, run.last) == ("mine", 7, 6, 6)
-    assert run.settings == {**vars(Hyperparameters()), **tiny, "run_id": "mine_seed7", "seed": 7}
-    assert list(run.sources) == [
-        "train_gpt2.py", "data/checkpoints.py", "data/processes.py", "data/shards.py",
-        "records/describe.py",
-    ]  # fmt: skip
-    for path, text in run.sources.items():
-        assert text == (ROOT / path).read_text()
+    assert run.settings == {**vars(Hyperparameters()), **own}
+    assert run.sources == {"train_gpt2.py": (ROOT / "train_gpt2.py").read_text()}
     assert [step for step, _, _ in run.points["train"]] == [1, 2, 3, 4, 5, 6]
     assert run.tokens == 6 * TINY["batch_size"] * 16 and run.data_hash == run.hashes[run.tokens]
-    assert run.facts["processes"] == "1" and run.number("peak_memory") > 50
-    assert run.number("compile") >= 0 and len(run.facts["val_hash"]) == 16
+    assert (len(run.data_hash), len(run.facts["val_hash"]), run.planned) == (12, 16, (6,))
+    assert run.facts["torch"] == torch.__version__ and run.facts["products"] == f"torch.{dtype}"
+    assert (run.facts["processes"], run.facts["train_tokens"]) == ("1", "3000")
+    assert run.number("threads") == torch.get_num_threads() and run.number("peak_memory") > 50
+    assert run.number("parameters") == sum(
+        p.numel() for p in GPT(Hyperparameters(**own)).parameters()
+    )
+    assert run.number("compile") >= 0 and run.number("train") > 0
     assert all(text(run) for text in report.COLUMNS.values())
 
 
-def test_every_field_of_a_log(tmp_path):
-    run = runlog.read(write_log(tmp_path / "a_seed3.txt", seed=3))
+@both_formats
+def test_every_field_of_a_log(old, tmp_path):
+    run = runlog.read(write_log(tmp_path / "a_seed3.txt", seed=3, old=old))
     assert {name: text(run) for name, text in report.COLUMNS.items()} == {
-        "seed": "3", "steps": "40", "val loss": "1.2500", "tokens": "1,280", "train time": "0 s",
-        "ms/step": "7.0", "tokens/s": "4,571", "MFU": "41.5%", "peak memory": "500 MiB",
-        "compile": "3.5 s", "torch": "2.13.0", "device": "CPU one", "processes": "1",
-        "commit": "abcdef012", "data hash": "11", "val hash": "aa",
-    }  # fmt: skip
+        "seed": "3",
+        "steps": "40",
+        "val loss": "1.2500",
+        "tokens": "1,280",
+        "train time": "0 s",
+        "ms/step": "7.0",
+        "tokens/s": "4,571",
+        "MFU": "41.5%" if old else "n/a",
+        "peak memory": "500 MiB",
+        "compile": "3.5 s",
+        "torch": "2.13.0",
+        "device": "CPU one",
+        "processes": "1",
+        "commit": "abcdef012",
+        "data hash": "1" * (16 if old else 12),
+        "val hash": "aa",
+    }
+    assert (run.facts["train_tokens"], run.facts["threads"]) == ("12345", "2")
+    assert (run.facts["products"], run.facts["graphs"]) == ("torch.float32", "2")
+    assert list(run.sources) == ["train_gpt2.py"] + ["data/shards.py"] * old
 
 
-def test_resumed_log_counts_a_repeated_step_once(tmp_path):
-    path = write_log(tmp_path / "a.txt", stopped_at=29)
-    assert not runlog.read(path).finished and report.COLUMNS["steps"](runlog.read(path)) == (
-        "20 of 40, cut")
-    second = write_log(tmp_path / "b.txt").read_text()
+def test_logs_of_the_records_are_all_read():
+    runs = [run for folder in ROOT.glob("records/2026*") for run in runlog.logs_in(folder)]
+    assert len(runs) >= 74 and all(run.finished for run in runs)
+    assert {len(run.facts["val_hash"]) for run in runs} == {16}
+    assert all(run.number("train_tokens") > 1e6 and run.facts["processes"] for run in runs)
+    several = [list(run.sources) for run in runs if len(run.sources) == 5]
+    files = ["checkpoints.py", "processes.py", "shards.py"]
+    names = ["train_gpt2.py", *(f"data/{name}" for name in files), "records/describe.py"]
+    assert several and several.count(names) == len(several)
+
+
+def test_mfu_of_a_gpus_log(tmp_path):
+    gpu = {"device": "NVIDIA H200", "products": "torch.bfloat16", "processes": 2}
+    run = runlog.read(write_log(tmp_path / "a.txt", **gpu))
+    args = SimpleNamespace(n_layer=2, n_embd=16, sequence_length=8)
+    per_token = 6 * (1024 + 6144) + 12 * 2 * 16 * 8
+    model = torch.nn.Linear(1024, 7, bias=False)
+    assert runlog.flops_per_token(model, args) == per_token
+    # 32 tokens in 7 ms, on two GPUs
+    expected = per_token * 32 / 0.007 / (2 * runlog.PEAK_FLOPS["NVIDIA H200"])
+    assert run.mfu == pytest.approx(expected)
+    for change in {"products": "torch.float32"}, {"device": "NVIDIA Unknown"}:
+        assert runlog.read(write_log(tmp_path / "b.txt", **{**gpu, **change})).mfu is None
+
+
+@both_formats
+def test_resumed_log_counts_a_repeated_step_once(old, tmp_path):
+    path = write_log(tmp_path / "a.txt", stopped_at=29, old=old)
+    cut = runlog.read(path)
+    assert not cut.finished and report.COLUMNS["steps"](cut) == "20 of 40, cut"
+    second = write_log(tmp_path / "b.txt", old=old).read_text()
     whole = path.read_text()
     path.write_text(whole + second)
     run = runlog.read(path)
     assert run.finished and [step for step, _, _ in run.points["train"]] == list(range(1, 41))
     path.write_text(whole + second.replace("device:CPU one", "device:CPU two"))
     assert runlog.read(path).facts["device"] == "CPU one then CPU two"
-    for old, new in (("a script", "another"), ("FORMAT = 1", "FORMAT = 2"), ("=8\n", "=9\n")):
-        path.write_text(whole + second.replace(old, new))
+    assert run.facts["device"] == "CPU one" and run.number("compile") == 3.5
+    path.write_text(f"logs/a/state_step000020.pt is no whole checkpoint (x)\n{whole}{second}")
+    assert runlog.read(path).sources == run.sources
+    changes = [("a script", "another"), ("=8\n", "=9\n")] + [("FORMAT = 1", "FORMAT = 2")] * old
+    for before, after in changes:
+        path.write_text(whole + second.replace(before, after))
         with pytest.raises(ValueError, match="if resumed, the same source and settings again"):
             runlog.read(path)
 
 
-def test_groups_take_each_run_once_and_no_unfinished_one(tmp_path, capsys):
+def test_groups_take_each_run_once_and_count_every_run(tmp_path, capsys):
     write_group(tmp_path / "X", "a", [1.2, 1.3])
     write_group(tmp_path / "Y", "a", [2.2, 2.3])
     write_log(tmp_path / "X" / "a_seed3.txt", seed=3, stopped_at=30, commit="f" * 40 + "-dirty")
@@ -173,14 +292,184 @@ def test_groups_take_each_run_once_and_no_unfinished_one(tmp_path, capsys):
     assert {group: len(runs) for group, runs in groups.items()} == {"X/a": 3, "Y/a": 2}
     assert report.main([str(tmp_path / "X")]) == 0
     shown = capsys.readouterr().out
-    assert "| a | 2 | 40 | 1.2500 (sd 0.0707)" in shown and "Left out: 1 unfinished runs." in shown
+    assert "| a | 3 | 40 | n/a | n/a | 7.0 |" in shown
+    assert "no mean of their groups: a_seed3.txt (step 20 of 40, cut)." in shown
     assert "| 20 of 40, cut |" in shown and "fffffffff-dirty" in shown
+    assert report.main([str(tmp_path / "Y")]) == 0
+    assert "| a | 2 | 40 | 2.2500 (sd 0.0707) | 0 s | 7.0 |" in capsys.readouterr().out
     with pytest.raises(ValueError, match="is named twice"):
         report.collect([str(tmp_path / "X"), str(tmp_path / "X" / "a_seed1.txt")])
     with pytest.raises(ValueError, match="share no validation after step 0 to draw"):
         report.draw({"a": [runlog.read(write_log(tmp_path / "b.txt", stopped_at=3))]}, None)
     equals = write_log(tmp_path / "lr=0.1_seed1.txt")
     assert list(report.collect([str(equals)])) == ["lr=0.1"]
+
+
+def without_result(path, **changes):
+    text = write_log(path, **changes).read_text()
+    path.write_text(re.sub("^result .*\n", "", text, flags=re.M))
+
+
+FAULTS = {  # of a third run: how it failed, what report says of its step
+    "cut": (lambda path, **own: write_log(path, stopped_at=30, **own), "20 of 40, cut"),
+    "no validation": (lambda path, **own: write_log(path, stopped_at=9, first=1, **own), "0 of 40"),
+    "only a header": (lambda path, **own: write_log(path, stopped_at=0, first=1, **own), "0 of 40"),
+    "diverged": (lambda path, **own: write_log(path, float("nan"), **own), "40 of 40, diverged"),
+    "no result": (without_result, "40 of 40, cut"),
+}
+
+
+@both_formats
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_failed_run_is_left_out_unseen(fault, old, tmp_path, capsys):
+    write, step = FAULTS[fault]
+    folder = tmp_path / "a"
+    write_group(folder, "a", [1.2, 1.3], old=old)
+    write(folder / "a_seed3.txt", seed=3, old=old)
+    assert report.main([str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "| a | 3 | 40 | n/a | n/a |" in shown and f"a_seed3.txt (step {step}" in shown
+    for n in [], ["--n=3"]:
+        with pytest.raises(ValueError, match=r"a_seed3.txt (ended|diverged) at step \d+ of 40"):
+            compare.main([str(folder), "--target=1.5", *n])
+    with pytest.raises(ValueError, match="a has 3 runs, but n=2"):
+        compare.main([str(folder), "--target=1.5", "--n=2"])
+    with pytest.raises(ValueError, match=r"a_seed3.txt (ended|diverged) at step"):
+        rerun.choose(folder, None)
+    write_rounds(tmp_path / "ab", old=old)
+    write(tmp_path / "ab" / "B_round2.txt", seed=2, old=old)
+    with pytest.raises(ValueError, match=r"B_round2.txt (ended|diverged) at step \d+ of 40"):
+        ab.main(["--logs", str(tmp_path / "ab")])
+
+
+@both_formats
+def test_damaged_log_in_a_folder_is_named(old, tmp_path):
+    folder = tmp_path / "a"
+    write_group(folder, "a", [1.2, 1.3], old=old)
+    write_rounds(tmp_path / "ab", old=old)
+    for path in folder / "a_seed3.txt", tmp_path / "ab" / "B_round3.txt":
+        text = write_log(path, old=old).read_text()
+        path.write_text(text.replace("hyperparameter batch_size=4", "hyperparameter batch_size="))
+    for tool, arguments in {
+        report: [str(folder)],
+        compare: [str(folder), "--target=1.5"],
+        ab: ["--logs", str(tmp_path / "ab")],
+    }.items():
+        with pytest.raises(ValueError, match=r"(a_seed3|B_round3).txt is no log of a training run"):
+            tool.main(arguments)
+
+
+def test_round_without_a_side_is_named(tmp_path):
+    write_rounds(tmp_path)
+    for alone, missing in ("A_round3", "B_round3"), ("B_round4", "A_round4"):
+        write_log(tmp_path / f"{alone}.txt", seed=3)
+        with pytest.raises(ValueError, match=f"but {missing}.txt is missing"):
+            ab.main(["--logs", str(tmp_path)])
+        (tmp_path / f"{alone}.txt").unlink()
+
+
+OTHER_FACTS = {"val_hash": "bb", "processes": 2, "products": "torch.bfloat16"}
+
+
+@both_formats
+@pytest.mark.parametrize("name", OTHER_FACTS)
+def test_other_headers_do_not_mix(name, old, tmp_path):
+    other = {name: OTHER_FACTS[name]}
+    write_group(tmp_path, "a", [1.2, 1.3, 1.25], old=old)
+    # in a group
+    write_log(tmp_path / "a_seed3.txt", 1.25, seed=3, old=old, **other)
+    for tool, more in (report, []), (compare, ["--target=1.5"]):
+        with pytest.raises(ValueError, match=f"of these runs differ: .*{other[name]} in"):
+            tool.main([str(tmp_path), *more])
+    # between two starts of one run
+    path = write_log(tmp_path / "a_seed3.txt", seed=3, stopped_at=25, old=old)
+    append_log(path, first=21, seed=3, old=old, **other)
+    said = f"a_seed3.txt differ between its starts, {FACTS[name]} then {other[name]}"
+    write_rounds(tmp_path / "ab", old=old)
+    (tmp_path / "ab" / "B_round2.txt").write_text(path.read_text().replace("seed=3", "seed=2"))
+    for tool, arguments in {
+        report: [str(tmp_path)],
+        compare: [str(tmp_path), "--target=1.5"],
+        rerun: [str(tmp_path)],
+        ab: ["--logs", str(tmp_path / "ab")],
+    }.items():
+        with pytest.raises(ValueError, match="differ between its starts" if tool is ab else said):
+            if tool is rerun:
+                rerun.choose(tmp_path, None)
+            else:
+                tool.main(arguments)
+
+
+def test_groups_of_other_headers_stand_side_by_side_but_not_in_a_picture(tmp_path, capsys):
+    write_group(tmp_path, "a", [1.2, 1.3])
+    write_group(tmp_path, "b", [1.2, 1.3], processes=2)
+    picture = ["--picture", str(tmp_path / "p.png")]
+    assert report.main([str(tmp_path), *picture]) == 0
+    write_group(tmp_path, "b", [1.2, 1.3], val_hash="bb")
+    assert report.main([str(tmp_path)]) == 0 and "| val hash |" in capsys.readouterr().out
+    with pytest.raises(
+        ValueError, match=r"the validation tokens \(val_hash\) of these runs differ"
+    ):
+        report.main([str(tmp_path), *picture])
+
+
+@both_formats
+def test_prolonged_runs_do_not_mix_with_others(old, tmp_path, capsys):
+    groups = {"grown": [1.2, 1.3], "direct": [1.25, 1.35], "other": [1.2, 1.3]}
+    for name, losses in groups.items():
+        write_group(tmp_path / name, "a", losses, old=old)
+    for seed, loss in enumerate(groups["grown"], 1):
+        path = tmp_path / "grown" / f"a_seed{seed}.txt"
+        write_log(path, num_iterations=20, seed=seed, old=old)
+        append_log(path, first=21, loss=loss, seed=seed, old=old)
+        # resumed under another name: its beginning is in another log
+        path = tmp_path / "other" / f"a_seed{seed}.txt"
+        write_log(path, loss, first=21, seed=seed, old=old)
+    grown = runlog.read(tmp_path / "grown" / "a_seed1.txt")
+    assert (grown.finished, grown.planned, grown.last, grown.val_loss) == (True, (20, 40), 40, 1.2)
+    assert runlog.read(path).planned == (None, 40)
+    for name in groups:
+        assert report.main([str(tmp_path / name)]) == 0
+        assert compare.main([str(tmp_path / name), "--target=1.5"]) == 0
+    capsys.readouterr()
+    mixed = [
+        f"x={tmp_path}/{name}/a_seed{seed}.txt" for name, seed in (("grown", 1), ("direct", 2))
+    ]
+    with pytest.raises(ValueError, match=r"the plan .* differ: 20 then 40 in .*, 40 in"):
+        report.main(mixed)
+    with pytest.raises(ValueError, match="has another plan than"):
+        compare.main([*mixed, "--target=1.5"])
+    for name in "grown", "other":
+        with pytest.raises(ValueError, match="the plans of these runs differ: prolonged in"):
+            compare.main([str(tmp_path / name), "--against", str(tmp_path / "direct")])
+        with pytest.raises(ValueError, match="was prolonged in a resume"):
+            rerun.choose(tmp_path / name, None)
+
+
+def test_cells_are_escaped(tmp_path, capsys):
+    bad = "a|b`c`<i>d\\<!-- end -->"
+    assert report.markdown(["x"], [["a\nb"]]) == "| x |\n| --- |\n| a b |"
+    shown = "a\\|b\\`c\\`&lt;i&gt;d\\\\&lt;!-- end --&gt;"
+    assert report.markdown(["x"], [[bad]]).splitlines()[-1] == f"| {shown} |"
+    for side, torch_version in ("A", "2.13.0|x"), ("B", "2.5.1"):
+        for i in 1, 2:
+            name, path = f"{side}_round{i}", tmp_path / f"{side}_round{i}.txt"
+            write_log(path, 1 + i / 10, seed=i, device=bad, torch=torch_version, run_id=name)
+    tables = {
+        report: [str(tmp_path)],
+        compare: [f"{bad}={tmp_path}/A*.txt", "--target=1.5"],
+        ab: ["--logs", str(tmp_path)],
+    }
+    for tool, arguments in tables.items():
+        tool.main(arguments)
+        printed = capsys.readouterr().out
+        assert shown in printed and not re.search(r"<[!\w]|[^\\]`", printed), tool
+        rows = [line for line in printed.splitlines() if line.startswith("|")]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows if "---" not in row}) < 3
+    lever = "script|x    10.0   1.000 (1.00..1.00)   n/a   100 (1.00)   n/a   1.0  1.0  2  1.0"
+    (tmp_path / "levers.out").write_text(lever + "\n")
+    lever_table.main([str(tmp_path / "levers.out")])
+    assert "| script\\|x | 10 to 10 ms |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "soak: 30 cycles", "=" * 100 + "\n", "hyperparameter a=1\n"])
@@ -195,7 +484,8 @@ def test_other_files_are_no_logs(text, tmp_path):
 @settings(max_examples=100, deadline=None)
 def test_damaged_logs_are_read_or_refused(tmp_path_factory, random):
     folder = tmp_path_factory.mktemp("damaged")
-    text = random.choice([PUBLIC, write_log(folder / "a.txt").read_text()])
+    ours = [write_log(folder / "a.txt", old=old).read_text() for old in (False, True)]
+    text = random.choice([PUBLIC, *ours])
     for _ in range(random.randint(1, 20)):
         i = random.randrange(len(text))
         text = text[:i] + random.choice(["", "x", "\n", ":", "\0", "é"]) + text[i + 1 :]
@@ -239,7 +529,7 @@ def test_target_test_is_scipys(tmp_path_factory, x):
 @settings(max_examples=30, deadline=None)
 def test_welchs_test_is_scipys(tmp_path_factory, x, y):
     folder, printed = tmp_path_factory.mktemp("logs"), io.StringIO()
-    a, b = write_group(folder, "a", x), write_group(folder, "b", y, muon_coefficients="other")
+    a, b = write_group(folder, "a", x), write_group(folder, "b", y, learning_rate=0.02)
     with contextlib.redirect_stdout(printed):
         assert compare.main([*a, "--against", *b]) == 0
     known = stats.ttest_ind(x, y, equal_var=False)
@@ -249,7 +539,7 @@ def test_welchs_test_is_scipys(tmp_path_factory, x, y):
     assert shown[2] == ("p", pytest.approx(known.pvalue, rel=0.06))
     low, high = known.confidence_interval(0.95)
     assert f"95% interval {low:+.4f} to {high:+.4f}" in printed.getvalue()
-    assert "They differ in: muon_coefficients 'quintic' against 'other'." in printed.getvalue()
+    assert "They differ in: learning_rate 0.01 against 0.02." in printed.getvalue()
     assert "No verdict" in printed.getvalue()
 
 
@@ -281,51 +571,66 @@ def test_least_n_has_the_power_by_simulation(effect, deviations):
     assert n == compare.FEWEST or power(n - 1) < 0.9 + 0.02
 
 
-@pytest.mark.parametrize("case, sentence", {
-    "too few": "a has 3 runs, but n=5 was fixed before them",
-    "too many": "a has 3 runs, but n=2 was fixed before them",
-    "one": "a has 1 run: a test needs at least 2",
-    "cut": "ended at step 20 of 40: run it to its end",
-    "a seed twice": r"a holds the seeds \[1\] more than once",
-    "settings": "a group repeats one experiment",
-    "source": "has another source than",
-    "torch": "has another torch than",
-    "copy": "a_seed1.txt and .*a_seed3.txt have the same losses at every step",
-    "equal": "all losses of a are 1.2: no spread, no test",
-    "sequence_length": r"the context \(sequence_length\) of these runs differ: 8 in .*, 4 in",
-    "more tokens": "a read 1,280 tokens and b 640: the better side may read fewer",
-    "val_hash": r"the validation tokens \(val_hash\) of these runs differ: aa in .*, bb in",
-    "hash": r"the training data differ: data_hash after 640 tokens is 22 in",
-    "val_tokens": "the number of validation tokens of these runs differ",
-    "device": "the hardware of these runs differ: CPU one in .*, CPU two in",
-    "processes": "the number of processes of these runs differ",
-    "products": "the dtype of products of these runs differ",
-    "target_val_loss": "the target of these runs differ: 1.5 in .*, 1.6 in",
-    "both": "a log stands on both sides",
-    "target": r"--target=1.7 is not the target that the logs name, 1.5",
-}.items())  # fmt: skip
+@pytest.mark.parametrize(
+    "case, sentence",
+    {
+        "too few": "a has 3 runs, but n=5 was fixed before them",
+        "too many": "a has 3 runs, but n=2 was fixed before them",
+        "one": "a has 1 run: a test needs at least 2",
+        "cut": "ended at step 20 of 40: run it to its end",
+        "a seed twice": r"a holds the seeds \[1\] more than once",
+        "settings": "a group repeats one experiment",
+        "source": "has another source than",
+        "torch": "has another torch than",
+        "copy": "a_seed1.txt and .*a_seed3.txt have the same losses at every step",
+        "equal": "all losses of a are 1.2: no spread, no test",
+        "sequence_length": r"the context \(sequence_length\) of these runs differ: 8 in .*, 4 in",
+        "more tokens": "a read 1,280 tokens and b 640: the better side may read fewer",
+        "val_hash": r"the validation tokens \(val_hash\) of these runs differ: aa in .*, bb in",
+        "hash": r"the training data differ: data_hash after 640 tokens is 222222222222 in",
+        "val_tokens": "the number of validation tokens of these runs differ",
+        "device": "the hardware of these runs differ: CPU one in .*, CPU two in",
+        "processes": "the number of processes of these runs differ",
+        "products": "the dtype of products of these runs differ",
+        "target_val_loss": "the target of these runs differ: 1.5 in .*, 1.6 in",
+        "both": "a log stands on both sides",
+        "target": r"--target=1.7 is not the target that the logs name, 1.5",
+    }.items(),
+)
 def test_refusals(case, sentence, tmp_path, capsys):
     x = [1.2, 1.3, 1.25]
     a, b = write_group(tmp_path, "a", x), None
     arguments = ["--target=1.5"]
-    other = {"val_hash": "bb", "hash": "22", "val_tokens": 72, "device": "CPU two", "processes": 2,
-             "products": "torch.bfloat16", "target_val_loss": 1.6,
-             "sequence_length": 4}  # fmt: skip
+    other = {
+        "val_hash": "bb",
+        "hash": "2" * 12,
+        "val_tokens": 72,
+        "device": "CPU two",
+        "processes": 2,
+        "products": "torch.bfloat16",
+        "target_val_loss": 1.6,
+        "sequence_length": 4,
+    }
     if case in other:
         b = write_group(tmp_path, "b", x, **{case: other[case]})
     elif case == "both":
         b = a
     elif case in ("settings", "source", "torch"):
-        change = {"settings": {"batch_size": 8}, "source": {"source": "another"},
-                  "torch": {"torch": "2.5.1"}}[case]
+        change = {
+            "settings": {"batch_size": 8},
+            "source": {"source": "another"},
+            "torch": {"torch": "2.5.1"},
+        }[case]
         write_log(tmp_path / "a_seed3.txt", 1.25, seed=3, **change)
     elif case == "copy":
         write_log(tmp_path / "a_seed3.txt", 1.2, seed=3, curve=1)
     elif case == "equal":
         a = write_group(tmp_path, "a", [1.2, 1.2, 1.2])
     elif case == "more tokens":
-        b = [str(write_log(tmp_path / f"b_seed{i}.txt", 1.3 + i / 10, seed=i, num_iterations=20))
-             for i in (1, 2, 3)]
+        b = [
+            str(write_log(tmp_path / f"b_seed{i}.txt", 1.3 + i / 10, seed=i, num_iterations=20))
+            for i in (1, 2, 3)
+        ]
     elif case == "cut":
         write_log(tmp_path / "a_seed3.txt", seed=3, stopped_at=30)
     elif case == "a seed twice":
@@ -355,19 +660,133 @@ def test_no_record_without_significance_or_hashes(tmp_path, capsys):
     assert "No record: the logs do not hold the validation tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (["--target=1.5", "--n=9"], "compare.py: a has 2 runs, but n=9"),
-    (["--target=x"], "invalid float value: 'x'"),
-    ([], "give --target or --against"),
-    (["--target=1", "--alpha=0.05"], "--alpha=0.05 must be above 0 and at most 0.01"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--target=1.5", "--n=9"], "compare.py: a has 2 runs, but n=9"),
+        (["--target=x"], "invalid float value: 'x'"),
+        ([], "give --target or --against"),
+        (["--target=1", "--alpha=0.05"], "--alpha=0.05 must be above 0 and at most 0.01"),
+    ],
+)
 def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsys):
     logs = write_group(tmp_path, "a", [1.2, 1.3])
-    monkeypatch.setattr(sys, "argv", ["records/compare.py", *logs, *arguments])
+    monkeypatch.setattr(sys, "argv", ["records/tools/compare.py", *logs, *arguments])
     with pytest.raises(SystemExit) as exit_:
         report.command(compare.main)
     assert exit_.value.code not in (0, None)
     assert said in f"{exit_.value.code}{capsys.readouterr().err}"
+
+
+def test_comparison_without_a_verdict_is_no_failure(tmp_path, capsys):
+    a, b = write_group(tmp_path, "a", [1.2, 1.3]), write_group(tmp_path, "b", [1.25, 1.35])
+    for arguments in ["--target=1.5"], ["--against", *b]:
+        with pytest.raises(SystemExit) as exit_, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["compare.py", *a, *arguments])
+            report.command(compare.main)
+        assert exit_.value.code == 0 and "\nNo verdict: --n" in capsys.readouterr().out
+    assert compare.main([*a, "--against", *b, "--n=2"]) == 1  # asked for, and not significant
+    assert "\nNo record: p=" in capsys.readouterr().out
+
+
+def test_sources_are_shown_where_they_differ(tmp_path, capsys):
+    one, two = ("\n".join(f"{text} = {i}" for i in range(30)) for text in ("x", "y"))
+    a = write_group(tmp_path, "a", [1.2, 1.3], source=f"same = 0\n{one[:11]}\nalso = 1")
+    b = write_group(tmp_path, "b", [1.25, 1.35], source=f"same = 0\n{two[:11]}\nalso = 1")
+    assert compare.main([*a, "--against", *b]) == 0
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert lines[:2] == [f"--- {b[0]}: train_gpt2.py", f"+++ {a[0]}: train_gpt2.py"]
+    assert lines[3:] == ["-y = 0", "-y = 1", "+x = 0", "+x = 1"]
+    assert "They differ in: source of train_gpt2.py." in printed.out
+    assert "---" not in printed.out.replace("| --- ", "")  # a README's block holds no source
+    b = write_group(tmp_path, "b", [1.25, 1.35], source=two, old=True)
+    assert compare.main([*a, "--against", *b]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == compare.DIFF + 1 == 41
+    assert re.fullmatch(r"\.\.\. and \d+ lines more", lines[-1])
+    assert compare.main([*a, "--against", *write_group(tmp_path, "c", [1.4, 1.5])]) == 0
+
+
+def test_old_and_new_logs_compare(tmp_path, capsys):
+    a = write_group(tmp_path, "a", [1.2, 1.21, 1.22])
+    b = write_group(tmp_path, "b", [1.3, 1.31, 1.32], old=True)
+    assert compare.main([*a, "--against", *b, "--n=3"]) == 0
+    shown = capsys.readouterr().out
+    # no setting that only one script has counts where it has the value of the other's script
+    assert "They differ in: source of data/shards.py." in shown and "\nRecord: p=" in shown
+    said = "data_hash has 12 and 16 digits, two functions that do not compare"
+    assert f"{said}; all training tokens: 12345 in both." in shown
+    assert compare.main([*b, "--against", *a]) == 0
+    # other data, as far as the logs tell: no refusal, and no record
+    other = write_group(tmp_path, "c", [1.3, 1.31, 1.32], old=True, train_tokens=99)
+    capsys.readouterr()
+    assert compare.main([*a, "--against", *other, "--n=3"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{said}; all training tokens: 12345 and 99." in shown
+    assert "No record: the logs do not hold the training tokens (data_hash)." in shown
+    # of equal length they are compared, on both sides
+    for old in False, True:
+        for name in "d", "e":
+            write_group(tmp_path, name, [1.2, 1.3], old=old, hash="e" * (16 if old else 12))
+        arguments = [*a[:2], "--against", f"{tmp_path}/d*"]
+        if old:
+            arguments = [*b[:2], "--against", f"{tmp_path}/d*"]
+        with pytest.raises(ValueError, match="the training data differ"):
+            compare.main(arguments)
+    other = write_group(tmp_path, "f", [1.3, 1.31, 1.32], old=True, val_hash="bb")
+    with pytest.raises(
+        ValueError, match=r"the validation tokens \(val_hash\) of these runs differ"
+    ):
+        compare.main([*a, "--against", *other])
+
+
+@pytest.mark.parametrize(
+    "name, value, differs",
+    [
+        ("muon_coefficients", "quintic", False),
+        ("muon_coefficients", "polar_express", True),
+        ("attention", "auto", False),
+        ("attention", "math", True),
+        ("dtype", "auto", False),
+        ("dtype", "float32", True),
+        ("checksum_every", 7, False),
+        ("bytes_per_token", 0.7, False),
+        ("weight_decay", 0.1, True),
+    ],
+)
+def test_settings_of_one_side_only(name, value, differs, tmp_path, capsys):
+    with_it = runlog.read(write_log(tmp_path / "a.txt", **{name: value}))
+    without = runlog.read(write_log(tmp_path / "b.txt"))
+    without.settings.pop(name, None)
+    for but in runlog.INCIDENTAL, runlog.NAMES:
+        said = compare.differences(with_it, without, but)
+        assert said.startswith(f"{name} {value!r} against") if differs else said == "nothing"
+
+
+@pytest.mark.parametrize(
+    "tool, arguments, missing",
+    [
+        ("compare", ["--target=1.5"], "scipy"),
+        ("ab", [], "scipy"),
+        ("rerun", [], "scipy"),
+        ("report", ["--picture=p.png"], "matplotlib"),
+    ],
+)
+def test_missing_packages_are_one_sentence(tool, arguments, missing, tmp_path):
+    logs = write_group(tmp_path, "a", [1.2, 1.3])
+    path = ROOT / "records" / "tools" / f"{tool}.py"
+    code = f"""import runpy, sys
+sys.modules[{missing!r}] = None
+sys.argv = [{str(path)!r}, *{[*logs, *arguments]!r}]
+runpy.run_path(sys.argv[0], run_name="__main__")"""
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=99, cwd=tmp_path)
+    fix = f"{sys.executable} -m pip install -r records/requirements.txt"
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"{tool}.py: {missing}\S* is not installed: {re.escape(fix)}\n", done.stderr
+    )
 
 
 # ---------------------------------------------------------------------------
@@ -390,10 +809,10 @@ def test_interval_of_known_ratios():
     assert difference == pytest.approx([0.6, *known])
 
 
-def write_rounds(folder, **of_b):
+def write_rounds(folder, old=False, **of_b):
     for round_ in (1, 2):
-        write_log(folder / f"A_round{round_}.txt", ms=100 * round_, seed=round_)
-        b = {"ms": 150 * round_, "memory": 250, "seed": round_} | of_b
+        write_log(folder / f"A_round{round_}.txt", ms=100 * round_, seed=round_, old=old)
+        b = {"ms": 150 * round_, "memory": 250, "seed": round_, "old": old} | of_b
         write_log(folder / f"B_round{round_}.txt", **b)
 
 
@@ -403,8 +822,10 @@ def test_framework_table(tmp_path, capsys):
     assert ab.main(["--logs", str(tmp_path), "--picture", str(picture), "--names", "x", "y"]) == 0
     shown = capsys.readouterr().out
     assert "B differs in: torch 2.13.0 against 2.5.1." in shown
-    assert "| iteration, ms | 150.0 (100.0 to 200.0) | 225.0 (150.0 to 300.0) | 1.500 (1.500 to " \
-           "1.500) |" in shown  # fmt: skip
+    assert (
+        "| iteration, ms | 150.0 (100.0 to 200.0) | 225.0 (150.0 to 300.0) | 1.500 (1.500 to "
+        "1.500) |" in shown
+    )
     assert "| 0.500 (0.500 to 0.500) |" in shown and "+0.0000 (+0.0000 to +0.0000)" in shown
     assert "| GPU busy (NVML), % | n/a | n/a | n/a |" in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -412,24 +833,48 @@ def test_framework_table(tmp_path, capsys):
     write_log(tmp_path / "A_round1.txt", seed=2)
     ab.main(["--logs", str(tmp_path)])
     assert "| +0.0000, one seed |" in capsys.readouterr().out
-    (tmp_path / "busy.json").write_text(json.dumps(
-        {"A_round1": 90, "B_round1": 45, "A_round2": 80, "B_round2": 40}))
+    (tmp_path / "busy.json").write_text(
+        json.dumps({"A_round1": 90, "B_round1": 45, "A_round2": 80, "B_round2": 40})
+    )
     ab.main(["--logs", str(tmp_path)])
     assert "| 85 (80 to 90) | 42 (40 to 45) | 0.500" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("of_b, sentence", [
-    ({"torch": "2.5.1", "source": "other"}, "compared by one script with one set of settings, but "
-                                            "these differ: source of train_gpt2.py"),
-    ({"torch": "2.5.1", "batch_size": 8}, "one set of settings"),
-    ({"torch": "2.5.1", "device_batch_size": 8}, "one set of settings"),
-    ({"hash": "22"}, "the training data differ"),
-    ({"val_hash": "bb"}, "the validation tokens"),
-    ({"stopped_at": 30}, "must hold whole logs"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "of_b, sentence",
+    [
+        (
+            {"torch": "2.5.1", "source": "other"},
+            "compared by one script with one set of settings, but "
+            "these differ: source of train_gpt2.py",
+        ),
+        ({"torch": "2.5.1", "batch_size": 8}, "one set of settings"),
+        ({"torch": "2.5.1", "device_batch_size": 8}, "one set of settings"),
+        ({"hash": "2" * 12}, "the training data differ"),
+        ({"val_hash": "bb"}, "the validation tokens"),
+        ({"stopped_at": 30}, r"B_round1.txt ended at step 20 of 40"),
+    ],
+)
 def test_unlike_sides_are_refused(of_b, sentence, tmp_path):
     write_rounds(tmp_path, **of_b)
     with pytest.raises(ValueError, match=sentence):
+        ab.main(["--logs", str(tmp_path)])
+
+
+def test_old_script_against_new(tmp_path, capsys):
+    write_rounds(tmp_path, old=True)
+    for round_ in (1, 2):
+        write_log(tmp_path / f"B_round{round_}.txt", ms=50 * round_, memory=250, seed=round_)
+    assert ab.main(["--logs", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "A: torch 2.13.0, python 3.11.7, numpy 2.0, products torch.float32, threads 2. B: " in shown
+    )
+    assert "B differs in: source of data/shards.py." in shown
+    assert "data_hash has 16 and 12 digits, two functions" in shown
+    assert "| 0.500 (0.500 to 0.500) |" in shown
+    write_log(tmp_path / "B_round1.txt", seed=1, train_tokens=99)
+    with pytest.raises(ValueError, match="logged no data_hash after as many tokens"):
         ab.main(["--logs", str(tmp_path)])
 
 
@@ -446,7 +891,8 @@ if "fail" in fields:
     sys.exit("one sentence")
 out = pathlib.Path(fields["log_dir"]) / (fields["run_id"] + ".txt")
 text = pathlib.Path(fields["log"]).read_text().replace("torch:2.13.0", "torch:" + fields["torch"])
-out.write_text(text.replace("seed=1", "seed=" + fields["seed"]))
+text = text.replace("seed=1", "seed=" + fields["seed"])
+out.write_text(text[: text.index("step:30/")] if "cut" in fields else text)
 caches = [os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")]
 said = dict(caches=caches, empty=os.listdir(caches[1] or "/") == [], first=sys.argv[0],
             python=os.environ["PYTHON"], mark=os.environ.get("MARK"), seed=fields["seed"])
@@ -454,7 +900,7 @@ out.with_suffix(".json").write_text(json.dumps(said))
 """
 
 
-def test_two_commands_in_turn(tmp_path):
+def test_two_commands_in_turn(tmp_path, monkeypatch):
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text("#!/bin/sh\nprintf '40\\n60\\n'\n")
@@ -465,15 +911,19 @@ def test_two_commands_in_turn(tmp_path):
     python_a = tmp_path / "bin" / "python_a"  # another interpreter, which marks what it runs
     python_a.write_text(f'#!/bin/sh\nMARK=a exec {sys.executable} "$@"\n')
     python_a.chmod(0o755)
-    command = [sys.executable, ROOT / "records" / "ab.py", script, f"{script} --more=2",
-               f"--python_a={python_a}", "--rounds=2", "--cold",
-               f"--out={tmp_path}/{out}"]  # fmt: skip
+    command = [
+        sys.executable,
+        ROOT / "records" / "tools" / "ab.py",
+        script,
+        f"{script} --more=2",
+        f"--python_a={python_a}",
+        "--rounds=2",
+        "--cold",
+        f"--out={tmp_path}/{out}",
+    ]
     environment = {**os.environ, "PATH": f"{smi.parent}:{os.environ['PATH']}"}
 
-    def run():
-        return subprocess.run(command, capture_output=True, text=True, timeout=99, env=environment)
-
-    done = run()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=99, env=environment)
     assert done.returncode == 0, done.stderr
     order = [line.partition(":")[0] for line in done.stderr.splitlines()]
     assert order == ["A_round1", "B_round1", "B_round2", "A_round2"]
@@ -486,19 +936,40 @@ def test_two_commands_in_turn(tmp_path):
     assert "| iteration, ms |" in done.stdout and "| 1.000 (1.000 to 1.000) |" in done.stdout
     assert "| 50 (50 to 50) | 50 (50 to 50) | 1.000" in done.stdout
     assert not list((tmp_path / out).glob("*.out"))
-    again = run()
-    assert again.returncode == 1 and "holds logs already" in again.stderr
-    command[2:4] = [script, f"{script} --fail=1"]
-    command[-1] += "2"
-    failing = run()
-    assert failing.returncode == 1 and "ended with 1: one sentence" in failing.stderr
+    with pytest.raises(ValueError, match="holds logs already"):
+        ab.main(list(map(str, command[2:])))
+    monkeypatch.setattr(ab, "torch_of", lambda python: torch.__version__)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    for field, said in (
+        ("--fail=1", "ended with 1: one sentence"),
+        ("--cut=1", "ended at step 20 of"),
+    ):
+        out += "2"
+        with pytest.raises(ValueError, match=said):
+            ab.main([script, f"{script} {field}", "--rounds=2", f"--out={tmp_path}/{out}"])
     with pytest.raises(ValueError, match="must start with python, torchrun or bash run"):
         ab.side_command("nice python train_gpt2.py", "p", "x", tmp_path, 1)
     assert ab.side_command("torchrun --standalone x.py", "p", "n", "f", 1)[0] == [
-        "p", "-m", "torch.distributed.run", "--standalone", "x.py", "--run_id=n", "--log_dir=f",
-        "--seed=1"]  # fmt: skip
-    environment = ab.side_command("bash run.sh", "p", "n", "f", 1)[1]
-    assert environment["PYTHON"] == "p"
+        "p",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "x.py",
+        "--run_id=n",
+        "--log_dir=f",
+        "--seed=1",
+    ]
+    argv, environment = ab.side_command("bash run.sh", "p", "n", "f", 1)
+    assert environment["PYTHON"] == "p" and argv[:3] == ["bash", "run.sh", "--run_id=n"]
+    assert argv[3:] == ["--log_dir=f", "--seed=1"]
+    # run.sh goes to its own folder, so that of the log is named from there
+    clone = tmp_path / "clone"
+    argv, _ = ab.side_command(f"bash {clone}/run.sh", "p", "n", tmp_path / "f", 1)
+    assert argv[:2] == ["bash", f"{clone}/run.sh"] and argv[3] == "--log_dir=../f"
+    assert ab.side_command(f"python {clone}/train_gpt2.py", "p", "n", "f", 1)[0][:2] == [
+        "p",
+        f"{clone}/train_gpt2.py",
+    ]
 
 
 # ---------------------------------------------------------------------------
@@ -513,10 +984,18 @@ def record(tmp_path_factory):
     write_shard(folder / "data" / "train_0.bin", stream[:3000])
     write_shard(folder / "data" / "val_0.bin", stream[3000:])
     for seed in (1, 2):
-        main(Hyperparameters(**{
-            **TINY, "train_files": f"{folder}/data/train_*.bin", "log_dir": str(folder),
-            "val_files": f"{folder}/data/val_*.bin", "run_id": f"tiny_seed{seed}", "seed": seed,
-        }))  # fmt: skip
+        main(
+            Hyperparameters(
+                **{
+                    **TINY,
+                    "train_files": f"{folder}/data/train_*.bin",
+                    "log_dir": str(folder),
+                    "val_files": f"{folder}/data/val_*.bin",
+                    "run_id": f"tiny_seed{seed}",
+                    "seed": seed,
+                }
+            )
+        )
     return folder
 
 
@@ -527,8 +1006,39 @@ def test_record_runs_again_from_its_log(record, tmp_path, monkeypatch, capfd):
     shown = capfd.readouterr().out
     first, again = re.search(r"seed 2, loss (\S+); again: seed 2, loss (\S+),", shown).groups()
     assert float(first) == pytest.approx(float(again), abs=0.002) and "Within the spread" in shown
-    logged = next(tmp_path.glob("rerun_tiny_seed2_*.txt")).read_text()
-    assert "commit:none" in logged, "it ran the logged sources, outside the repository"
+    warning, _, later = shown.partition(f"executing the code in {record}/tiny_seed2.txt: only do")
+    assert later and "step:" not in warning and "step:1/6 train_loss" in later
+    run = runlog.read(next(tmp_path.glob("rerun_tiny_seed2_*.txt")))
+    assert run.sources == runlog.read(record / "tiny_seed2.txt").sources
+    assert "commit" not in run.facts, "it ran the logged sources, outside the repository"
+
+
+@pytest.mark.parametrize(
+    "name, files",
+    [("2026-11-21_CPU_Record/muon_seed1", 4), ("2026-11-21_Step/fresh_clone_seed1337", 5)],
+)
+def test_old_record_runs_its_own_files(name, files, record, tmp_path, monkeypatch, capfd):
+    """With old flags; its log compares with that of today's script."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/data")  # as other programs may leave it
+    run = runlog.read(ROOT / "records" / f"{name}.txt")
+    new = [runlog.read(record / f"tiny_seed{seed}.txt") for seed in (1, 2)]
+    shared = run.settings.keys() & new[0].settings.keys() - rerun.OUR_OWN
+    run.settings |= {setting: new[0].settings[setting] for setting in shared}
+    again = runlog.read(rerun.repeat(run, [], tmp_path))
+    assert len(again.sources) == files and again.sources == run.sources
+    assert again.settings["checksum_every"] == 500 and len(again.data_hash) == 16
+    assert again.finished and again.facts["train_tokens"] == new[0].facts["train_tokens"]
+    assert again.val_loss == pytest.approx(new[0].val_loss, abs=0.02)
+    assert again.facts["val_hash"] == new[0].facts["val_hash"]
+    assert rerun.judge(again, run=again, group=[again]) == 0
+    for i in 1, 2:
+        (tmp_path / f"A_round{i}.txt").write_text(again.path.read_text())
+        (tmp_path / f"B_round{i}.txt").write_text(new[0].path.read_text())
+    capfd.readouterr()
+    assert ab.main(["--logs", str(tmp_path)]) == 0
+    shown = capfd.readouterr().out
+    assert "two functions that do not compare; all training tokens: 3000 in both." in shown
+    assert "| iteration, ms |" in shown and "one seed |" in shown
 
 
 def test_other_loss_data_or_folder_is_said(record, tmp_path, capsys):
@@ -545,6 +1055,9 @@ def test_other_loss_data_or_folder_is_said(record, tmp_path, capsys):
     far.points["val"][-1] = (6, 9.0, 1.0)
     assert rerun.judge(far, run, [run]) == 0
     assert "One run has no spread" in capsys.readouterr().out
+    far.facts["products"] = "torch.int8"
+    assert rerun.judge(far, run, [run]) == 0
+    assert f"torch.int8 here, {run.facts['products']} in the log" in capsys.readouterr().out
     far.settings["n_layer"] = 9
     with pytest.raises(ValueError, match="another experiment, and not a repetition: n_layer 9 ag"):
         rerun.judge(far, run, group)
@@ -557,7 +1070,7 @@ def test_other_loss_data_or_folder_is_said(record, tmp_path, capsys):
         rerun.judge(far, run, group)
     with pytest.raises(ValueError, match=r"has no run 'x': give one of \['tiny', 'tiny_seed1'"):
         rerun.choose(record, "x")
-    with pytest.raises(ValueError, match="holds no log of a whole training run"):
+    with pytest.raises(ValueError, match="holds no log of a training run"):
         rerun.choose(tmp_path, None)
     with pytest.raises(ValueError, match="is no record: give one of records/2026"):
         rerun.choose(tmp_path / "none", None)
@@ -569,9 +1082,13 @@ def test_other_loss_data_or_folder_is_said(record, tmp_path, capsys):
 
 
 def test_run_sh_repeats_records():
-    done = subprocess.run(["bash", ROOT / "run.sh", "records/2026-11-21_Data", "x"], timeout=120,
-                          env={**os.environ, "PYTHON": sys.executable}, capture_output=True,
-                          text=True)  # fmt: skip
+    done = subprocess.run(
+        ["bash", ROOT / "run.sh", "records/2026-11-21_Data", "x"],
+        timeout=120,
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "has no run 'x': give one of ['fresh_clone', 'fresh_clone_seed1337']" in done.stderr
 
@@ -591,7 +1108,7 @@ def test_prediction_interval_covers_as_it_says():
 
 def test_readmes_show_what_their_logs_say(capsys):
     status = report.main(["--stale"])
-    assert status == 0, f"run `python records/report.py --refresh`: {capsys.readouterr().out}"
+    assert status == 0, f"run `python records/tools/report.py --refresh`: {capsys.readouterr().out}"
 
 
 def test_stale_text_and_pictures_are_noticed_and_renewed(tmp_path, monkeypatch, capsys):
@@ -599,7 +1116,7 @@ def test_stale_text_and_pictures_are_noticed_and_renewed(tmp_path, monkeypatch, 
     write_group(tmp_path / "records" / "X", "a", [1.2, 1.3])
     (tmp_path / "README.md").write_text("nothing made here\n")
     readme = tmp_path / "records" / "X" / "README.md"
-    start = "<!-- python records/report.py records/X --picture records/X/p.png -->\n"
+    start = "<!-- python records/tools/report.py records/X --picture records/X/p.png -->\n"
     readme.write_text(f"# A\n{start}<!-- end -->\ntext\n")
     assert report.main(["--stale"]) == 1
     assert report.main(["--refresh"]) == 0 and report.main(["--stale"]) == 0
@@ -618,11 +1135,10 @@ def test_stale_text_and_pictures_are_noticed_and_renewed(tmp_path, monkeypatch, 
     assert "records/X/README.md" in capsys.readouterr().out
     for broken in (fresh.replace("<!-- end -->\n", ""), fresh.replace(" -->\n", " --> \n", 1)):
         readme.write_text(broken)
-        with pytest.raises(ValueError, match="give each `<!-- python records/TOOL"):
+        with pytest.raises(ValueError, match="give each `<!-- python records/tools/TOOL"):
             report.main(["--refresh"])
         assert readme.read_text() == broken
 
 
 def test_training_imports_neither_matplotlib_nor_scipy():
-    for path in ("train_gpt2.py", *describe.SIBLINGS):
-        assert not re.search("matplotlib|scipy", (ROOT / path).read_text()), path
+    assert not re.search("matplotlib|scipy", (ROOT / "train_gpt2.py").read_text())

@@ -1,4 +1,4 @@
-"""Scaling on paper: what must hold for any inputs, and bytes against those that the check prints."""
+"""Scaling on paper: what must hold for any inputs, and the bytes that the check prints."""
 
 import dataclasses
 import itertools

@@ -10,19 +10,23 @@ import sys
 import time
 from pathlib import Path
 
-import describe
+import check
 import pytest
 import step_profile
 import torch
 import torch.distributed as dist
-from conftest import ROOT
-from step_profile import PARTS, PLAIN, TIMED, TRACED, Phases
+from conftest import ROOT, both_dtypes, run_forked
+from runlog import PEAK_FLOPS
+from step_profile import PLAIN, TIMED, TRACED, Phases
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt2
 from train_gpt2 import GPT, Hyperparameters
 
+SCRIPT = ROOT / "records" / "tools" / "step_profile.py"
 STEPS = PLAIN + TIMED + TRACED
+RANGES = ["forward", "backward", "AdamW", "Muon", "Newton-Schulz", "communication", "loader"]
+PARTS = [*RANGES, "other"]
 
 
 @pytest.fixture
@@ -34,22 +38,20 @@ def options(fields):
     return [f"--{name}={value}" for name, value in fields.items()]
 
 
-def run_profile(fields, processes=1):
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return subprocess.run(
-        [*command, str(ROOT / "train_gpt2.py"), "--profile", *options(fields)],
-        capture_output=True, text=True, timeout=120, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
 def printed_table(text):
     """Return {part: (ms, %, % of peak)}, floats or None for n/a, from what was printed."""
-    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \| (\S+) \|$", text, re.M)
-    return {part: (float(ms), float(share), None if of_peak == "n/a" else float(of_peak))
-            for part, ms, share, of_peak in rows}  # fmt: skip
+    rows = {}
+    for part, ms, share, of_peak in re.findall(
+        r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \| (\S+) \|$", text, re.M
+    ):
+        rows[part] = float(ms), float(share), None if of_peak == "n/a" else float(of_peak)
+    return rows
+
+
+def printed_kernels(text):
+    """Return [(name, calls a step, ms a step, %)] of the second table."""
+    rows = re.findall(r"^\| `(.+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
+    return [(name, *map(float, numbers)) for name, *numbers in rows]
 
 
 def traced_ranges(path):
@@ -59,10 +61,23 @@ def traced_ranges(path):
     return [event["name"] for event in events if event.get("cat") == "user_annotation"]
 
 
-# ---------------------------------------------------------------------------
-# the clock
+class Plain(torch.optim.SGD):
+    """Another optimizer in the place of Muon."""
 
 
+@pytest.fixture
+def other_optimizers(monkeypatch):
+    def build_optimizers(gpt, args, rank, world_size):
+        return [
+            Plain(gpt.lm_head.parameters(), lr=0.01),
+            torch.optim.AdamW(list(gpt.h[0].parameters()), lr=0.001),
+            torch.optim.AdamW(list(gpt.h[1:].parameters()), lr=0.001),
+        ]
+
+    monkeypatch.setattr(train_gpt2, "build_optimizers", build_optimizers)
+
+
+# ---- the clock -----------------------------------------------------------------------------------
 def test_time_goes_to_the_innermost_part_alone():
     phases = Phases(clock=iter([0, 1, 3, 6, 10, 11, 12, 17]).__next__)
     with phases("other"):  # from 0 to 17
@@ -70,9 +85,8 @@ def test_time_goes_to_the_innermost_part_alone():
             pass
         with phases("forward"):  # from 11 to 12
             pass
-    assert {part: s for part, s in phases.seconds.items() if s} == {
-        "other": 1 + (11 - 10) + (17 - 12), "forward": 2 + 4 + 1, "communication": 3,
-    }  # fmt: skip
+    other = 1 + (11 - 10) + (17 - 12)
+    assert phases.seconds == {"other": other, "forward": 2 + 4 + 1, "communication": 3}
 
 
 def test_time_before_an_exception_counts_and_the_part_ends():
@@ -90,27 +104,51 @@ def test_the_device_is_awaited_before_every_look_at_the_clock():
     assert calls == ["wait", "clock"] * 4
 
 
-# ---------------------------------------------------------------------------
-# a profile of the tiny run
-
-
-def test_the_parts_of_a_step_add_up_to_it(fields):
-    run = step_profile.set_up(Hyperparameters(**fields))
+# ---- a profile of the tiny run -------------------------------------------------------------------
+def ticks_of_a_step(run):
+    """Return {part: ticks} of a step by a clock that ticks when it is looked at, and their sum."""
     ticks = itertools.count()
     phases = Phases(clock=ticks.__next__)
     with phases.in_steps(run):
         [seconds] = step_profile.train_steps(run, 1, phases)
-    assert sum(seconds.values()) == next(ticks) - 1  # of the clock, from its first tick to its last
-    assert list(seconds) == list(PARTS)
-    assert {part for part in PARTS if not seconds[part]} == {"communication"}
-    micro_batches, batches = 6, len(run.optimizers[1].rounds[0])
-    for part, times in (("forward", micro_batches), ("backward", micro_batches), ("AdamW", 1),
-                        ("Newton-Schulz", batches), ("loader", 1)):  # fmt: skip
-        assert seconds[part] == times, part
+    return seconds, next(ticks) - 1  # from its first tick to its last
 
 
-def test_a_profile_does_not_change_the_training(fields):
-    args = Hyperparameters(**fields)
+@both_dtypes
+def test_the_parts_of_a_step_add_up_to_it(dtype, fields):
+    run = step_profile.set_up(Hyperparameters(**{**fields, "dtype": dtype}))
+    seconds, ticks = ticks_of_a_step(run)
+    assert sum(seconds.values()) == ticks
+    assert run.parts == PARTS and set(PARTS) - set(seconds) == {"communication"}
+    micro_batches, bundles = 6, len(run.optimizers[1].bundles[0])
+    assert seconds["forward"] == seconds["backward"] == micro_batches
+    assert seconds["Newton-Schulz"] == bundles
+    assert seconds["AdamW"] == seconds["loader"] == 1
+    assert seconds["Muon"] == 1 + bundles  # before, between and after Newton-Schulz
+
+
+def test_any_optimizers_have_parts_of_their_own(other_optimizers, fields):
+    run = step_profile.set_up(Hyperparameters(**fields))
+    seconds, ticks = ticks_of_a_step(run)
+    assert run.parts[2:5] == ["Plain", "AdamW", "Newton-Schulz"]
+    assert sum(seconds.values()) == ticks
+    assert (seconds["Plain"], seconds["AdamW"], seconds["Newton-Schulz"]) == (1, 2, 0)
+    assert step_profile.flops(run)["Newton-Schulz"] == 0
+
+
+def test_a_step_asks_for_signals_as_training_does(fields):
+    asked = []
+    run = step_profile.set_up(Hyperparameters(**fields), lambda: asked.append(None))
+    step_profile.train_steps(run, 1, Phases())
+    assert len(asked) == 6  # before each micro-batch
+    run.stop = lambda: True
+    with pytest.raises(train_gpt2.RunError, match="stopped by a signal"):
+        step_profile.train_steps(run, 1, Phases())
+
+
+@both_dtypes
+def test_a_profile_does_not_change_the_training(dtype, fields):
+    args = Hyperparameters(**{**fields, "dtype": dtype})
     profiled, plain = step_profile.set_up(args), step_profile.set_up(args)
     step_profile.measure(profiled)
     for step in range(STEPS):
@@ -128,8 +166,8 @@ def test_every_clock_is_taken_out_again(fields):
     before = [dict(vars(owner)) for owner in owners]
     with pytest.raises(ZeroDivisionError), Phases().in_steps(run):
         now = [dict(vars(owner)) for owner in owners]
-        assert all(a.keys() != b.keys() or any(a[k] is not b[k] for k in a)
-                   for a, b in zip(before, now))  # fmt: skip
+        for a, b in zip(before, now):
+            assert a.keys() != b.keys() or any(a[k] is not b[k] for k in a)
         raise ZeroDivisionError
     for owner, names in zip(owners, before):
         assert vars(owner).keys() == names.keys()
@@ -142,31 +180,33 @@ def test_the_clocks_compile_nothing_anew(fields, monkeypatch):
 
     monkeypatch.setattr(GPT, "compile", without_a_compiler)
     torch._dynamo.reset()
-    start = train_gpt2.describe.count_graphs()
+    counters = torch._dynamo.utils.counters["stats"]
+    start = counters["unique_graphs"]
     run = step_profile.set_up(Hyperparameters(**{**fields, "compile": True, "n_layer": 1}))
-    graphs = train_gpt2.describe.count_graphs()
-    assert graphs == start + 2  # of training and of validation
+    assert counters["unique_graphs"] == start + 2  # of training and of validation
     step_profile.measure(run)
-    assert train_gpt2.describe.count_graphs() == graphs
+    assert counters["unique_graphs"] == start + 2
 
 
-def test_no_figure_where_the_peak_is_unknown_and_the_right_one_where_it_is(
-    fields, monkeypatch, capfd
-):
-    step_profile.command(options(fields))
+def test_no_figure_where_the_peak_is_unknown(fields, capfd):
+    step_profile.main(Hyperparameters(**fields))
     printed = capfd.readouterr().out
     assert "peak:unknown" in printed
     assert all(of_peak is None for _, _, of_peak in printed_table(printed).values())
-    name = describe.environment(torch.device("cpu"))[1]
-    monkeypatch.setitem(describe.PEAK_FLOPS, name, 1e12)
-    work = step_profile.flops(step_profile.set_up(Hyperparameters(**fields)))
+
+
+@both_dtypes
+def test_the_right_figure_where_the_peak_is_known(dtype, fields, monkeypatch, capfd):
+    """Known is that of bf16 products alone."""
+    args = Hyperparameters(**{**fields, "dtype": dtype})
+    monkeypatch.setitem(PEAK_FLOPS, check.device_name(torch.device("cpu")), 1e12)
+    work = step_profile.flops(step_profile.set_up(args))
     work["step"] = sum(work.values())
-    monkeypatch.setattr(time, "strftime", lambda form: "profile_again")  # not in the same second
-    step_profile.command(options(fields))
+    step_profile.main(args)
     printed = capfd.readouterr().out
-    assert "peak:1 TFLOP/s" in printed
+    assert ("peak:1 TFLOP/s" in printed) == (dtype == "bfloat16")
     for part, (ms, _, of_peak) in printed_table(printed).items():
-        if part in work:
+        if part in work and dtype == "bfloat16":
             expected = 100 * work[part] / (ms / 1000) / 1e12
             assert of_peak == pytest.approx(expected, rel=0.02, abs=0.05)
         else:
@@ -182,8 +222,9 @@ def test_the_operations_of_newton_schulz_are_those_it_does(shape):
 
 def test_the_operations_of_forward_and_backward_are_those_they_do(fields):
     run = step_profile.set_up(Hyperparameters(**fields))
-    args, work, tokens = run.args, step_profile.flops(run), run.train_loader.local
+    args, work = run.args, step_profile.flops(run)
     inputs, targets = run.train_loader.next_batch()
+    tokens = targets.numel()
     # the counter leaves out attention on the CPU: two products of T by D for each token and head
     attention = tokens * 4 * args.n_layer * args.n_embd * args.sequence_length
     with FlopCounterMode(display=False) as counter:
@@ -194,13 +235,29 @@ def test_the_operations_of_forward_and_backward_are_those_they_do(fields):
     assert work["backward"] == counter.get_total_flops() + 2 * attention
 
 
-# ---------------------------------------------------------------------------
-# the command
+# ---- the most expensive kernels -----------------------------------------------------------------
+def test_the_kernels_are_the_ten_that_take_most_time_themselves(fields, capfd):
+    step_profile.main(Hyperparameters(**fields))
+    rows = printed_kernels(capfd.readouterr().out)
+    times = [ms for _, _, ms, _ in rows]
+    assert len(rows) == 10 and times == sorted(times, reverse=True)
+    assert sum(share for *_, share in rows) <= 100.5
+    names = [name for name, *_ in rows]
+    assert "aten::mm" in names and len(set(names)) == 10
+    assert not set(names) & {*PARTS, "step"} and not any("Optimizer." in name for name in names)
 
 
+def test_of_a_compiled_model_fused_kernels_have_names(fields, capfd):
+    """Without its configuration they are only the rest of a graph's time."""
+    step_profile.main(Hyperparameters(**{**fields, "compile": True, "n_layer": 1}))
+    names = [name for name, *_ in printed_kernels(capfd.readouterr().out)]
+    assert any(name.startswith("graph_0_cpp_fused_") for name in names)
+
+
+# ---- the command --------------------------------------------------------------------------------
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_command_prints_a_table_and_writes_traces(processes, fields):
-    done = run_profile(fields, processes)
+def test_the_command_prints_tables_and_writes_traces(processes, fields):
+    done = run_forked(fields, processes, script=SCRIPT)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = printed_table(done.stdout)
     assert list(rows) == [*PARTS, "step"]
@@ -210,8 +267,9 @@ def test_the_command_prints_a_table_and_writes_traces(processes, fields):
     assert (rows["communication"][0] > 0) == (processes == 2)
     assert ("without communication: " in done.stdout) == (processes == 2)
     assert all(rows[part][0] > 0 for part in PARTS if part != "communication")
-    assert re.search(r"^median step: [\d.]+ ms in training, [\d.]+ with parts timed, [\d.]+ under",
-                     done.stdout, re.M)  # fmt: skip
+    times = r"^median step: [\d.]+ ms in training, [\d.]+ with parts timed, [\d.]+ under"
+    assert len(re.findall(times, done.stdout, re.M)) == 1  # rank 0 alone prints
+    assert len(printed_kernels(done.stdout)) == 10
     first = Path(re.search(r"perfetto.dev: (\S+)$", done.stdout, re.M)[1])
     assert list(Path(fields["log_dir"]).iterdir()) == [first.parent]  # no log, no checkpoint
     traces = sorted(first.parent.iterdir())
@@ -219,30 +277,43 @@ def test_the_command_prints_a_table_and_writes_traces(processes, fields):
     for path in traces:
         names = traced_ranges(path)
         assert names.count("step") == names.count("loader") == TRACED
-        assert {part for part in PARTS if part not in names} == (
-            {"communication"} if processes == 1 else set()
-        )
+        missing = {part for part in PARTS if part not in names}
+        assert missing == ({"communication"} if processes == 1 else set())
 
 
 FAULTS = {
-    "an unknown argument": ({"batchsize": 3}, "unknown argument '--batchsize=3': did you mean"),
-    "too few steps": ({"num_iterations": 12}, "num_iterations=12 must be at least 13, the steps"),
-    "too little data": ({"num_iterations": 99}, "99 steps need 19,009 tokens, but"),
-    "a bad value": ({"n_head": 5}, "n_embd=16 must be a multiple of 2 * n_head=10"),
+    "an unknown argument": ({"batchsize": 3}, "unrecognized arguments: --batchsize=3; --help"),
+    "too few steps": ({"num_iterations": 12}, "num_iterations=12: a profile takes 13 steps"),
+    "too little data": ({"num_iterations": 99}, "{train_files!r} holds tokens for 15 steps: add"),
+    "a bad value": ({"n_head": 5}, "n_embd=16 must be a multiple of 2 * n_head=5"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_mistake_is_a_sentence_and_exit_status_1(fault, fields, capfd):
+def test_a_mistake_is_a_sentence_and_exit_status_1(fault, fields, monkeypatch, capfd):
+    monkeypatch.setattr(train_gpt2, "catch_signals", lambda: lambda: False)
     changes, sentence = FAULTS[fault]
     with pytest.raises(SystemExit) as exit:
         step_profile.command(options({**fields, **changes}))
     printed = capfd.readouterr()
     assert exit.value.code == 1 and not printed.out and not Path(fields["log_dir"]).exists()
-    assert printed.err.startswith(f"train_gpt2.py: {sentence}") and printed.err.count("\n") == 1
+    said = f"train_gpt2.py: {sentence.format(**fields)}"
+    assert printed.err.startswith(said) and printed.err.count("\n") == 1
 
 
-def test_the_command_fails_as_training_does(fields):
-    done = run_profile({**fields, "batchsize": 3})
+def test_many_processes_tell_a_mistake_once(fields):
+    done = run_forked({**fields, "num_iterations": 12}, 2, script=SCRIPT)
     assert done.returncode == 1 and not done.stdout
-    assert done.stderr.startswith("train_gpt2.py: unknown argument '--batchsize=3': did you mean")
+    assert done.stderr.count("num_iterations=12: a profile takes 13 steps") == 1
+
+
+def test_run_sh_profiles(fields):
+    done = subprocess.run(
+        ["bash", str(ROOT / "run.sh"), "profile", *options(fields)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NPROC": "1", "PYTHON": sys.executable},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(printed_table(done.stdout)) == [*PARTS, "step"]

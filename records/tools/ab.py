@@ -80,7 +80,8 @@ def side_command(text, python, name, folder, seed):
     if argv[0] == "torchrun":
         argv[:1] = ["python", "-m", "torch.distributed.run"]
     if shell:
-        folder = os.path.relpath(folder, Path(argv[1]).parent)  # to which run.sh goes
+        home = Path(argv[1]).resolve().parent  # to which run.sh goes
+        folder = os.path.relpath(Path(folder).resolve(), home)
     else:
         argv[0] = python
     own = [f"--run_id={name}", f"--log_dir={folder}", f"--seed={seed}"]
@@ -236,12 +237,14 @@ def table(rounds):
 def draw(rounds, path, names):
     """Draw time, memory, compilation and loss of both sides, a dot a round."""
     wanted = "iteration, ms", "peak memory, MiB", "compile, s", "validation loss"
-    figure = new_figure(11, 3.2)
+    figure, drawn = new_figure(11, 3.2), []
     for axes, metric in zip(figure.subplots(1, len(wanted)), wanted):
-        sides = [[METRICS[metric][0](pair[i]) for pair in rounds] for i in (0, 1)]
+        value, form, _ = METRICS[metric]
+        sides = [[value(pair[i]) for pair in rounds] for i in (0, 1)]
         require(None not in sides[0] + sides[1], f"a log lacks its {metric}: nothing to draw")
         dots(axes, dict(zip(names, sides)), metric)
-    save(figure, path, draw, dots, *names, *(run.path for pair in rounds for run in pair))
+        drawn += [form.format(x) for side in sides for x in side]
+    save(figure, path, draw, dots, *names, *drawn)
 
 
 def parse(argv):

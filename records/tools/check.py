@@ -7,6 +7,7 @@ parameters, then `all is well` and exit status 0, or a list of what to fix and 1
 
 import contextlib
 import dataclasses
+import glob
 import itertools
 import json
 import os
@@ -72,10 +73,7 @@ class Checks:
         return lines
 
 
-# -----------------------------------------------------------------------------
-# The machine
-
-
+# ---- The machine ---------------------------------------------------------------------------------
 def device_name(device):
     """Return what the maker calls a device."""
     if device.type == "cuda":
@@ -94,7 +92,8 @@ def free_memory(device):
 
 def check_device(args):
     """Join the processes, too; the result is (rank, world_size, device)."""
-    place = rank, world_size, device = train_gpt2.join_processes(args)
+    place = train_gpt2.join_processes(args)
+    _, world_size, device = place
     joined = f", {dist.get_backend()}" if world_size > 1 else ""
     text = (
         f"{device_name(device)}, {free_memory(device) / 2**30:.1f} GiB of memory free; processes "
@@ -123,9 +122,9 @@ def check_compiler(args, device):
     if not args.compile:
         return "off", None
     start = time.perf_counter()
-    function = torch.compile(lambda x: (x * 2 + 1).relu().sum(), fullgraph=True)
     x = torch.arange(100.0, device=device)
     try:
+        function = torch.compile(lambda x: (x * 2 + 1).relu().sum(), fullgraph=True)
         result = function(x).item()
     except Exception as error:
         cause = str(error).splitlines()[0]
@@ -136,33 +135,33 @@ def check_compiler(args, device):
     return f"works, {time.perf_counter() - start:.1f} s for a small graph", None
 
 
+def all_reduce_ms(ones, world_size):
+    """Sum a tensor of ones over the ranks; return the time that it takes."""
+    seconds = []
+    for _ in range(4):
+        buffer = ones.clone()
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(buffer)
+        found = buffer[0].item()
+        seconds.append(time.perf_counter() - start)
+        if not (buffer == world_size).all():
+            raise RunError(f"an all_reduce of ones gives {found} instead of {world_size}")
+    return 1000 * min(seconds[1:])
+
+
 def check_network(device, world_size):
-    """Sum 16 MiB over the ranks, and a number over their CPUs, as each micro-batch does."""
+    """Sum a buffer as large as a step's updates, and one number on the CPUs, as for signals."""
     if world_size == 1:
         return "one process, none needed", None
-    for what in torch.ones(2**22, device=device), torch.ones(1):
-        seconds = []
-        for _ in range(4):
-            buffer = what.clone()
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(buffer)
-            found = buffer[0].item()
-            seconds.append(time.perf_counter() - start)
-            if not (buffer == world_size).all():
-                raise RunError(f"an all_reduce of ones gives {found} instead of {world_size}")
-        ms = 1000 * min(seconds[1:])
-        if len(buffer) > 1:
-            large = ms
-    sent = 2 * (world_size - 1) / world_size * 16 / large * 1000
-    text = f"all_reduce of 16 MiB in {large:.1f} ms, {sent:.0f} MiB/s a rank; of a number on the "
-    return f"{text}CPUs in {ms:.2f} ms", None
+    ms = all_reduce_ms(torch.ones(2**22, device=device), world_size)
+    rate = 2 * (world_size - 1) / world_size * 16 / ms * 1000
+    number = all_reduce_ms(torch.ones(1), world_size)
+    text = f"all_reduce of 16 MiB in {ms:.1f} ms, {rate:.0f} MiB/s a rank"
+    return f"{text}; of a number on the CPUs in {number:.2f} ms", None
 
 
-# -----------------------------------------------------------------------------
-# The data
-
-
+# ---- The data ------------------------------------------------------------------------------------
 def check_data(args, rank, world_size, device):
     """Open the shards and read the first tokens; the result is (train_loader, val_loader)."""
     loaders = train_gpt2.open_data(args, rank, world_size, device)
@@ -220,24 +219,17 @@ def check_shards(loaders, rank, world_size):
 
 
 def check_ranks(loaders):
-    if not dist.is_initialized():
-        return "one process", None
-    last = [loader.fingerprint(loader.total_tokens - 1) for loader in loaders]
-    train_gpt2.check_ranks_agree("data", last)
-    return "the same data on all", None
+    train_gpt2.check_ranks_agree("data", [loader.contents for loader in loaders])
+    return "the same data on all" if dist.is_initialized() else "one process", None
 
 
-# -----------------------------------------------------------------------------
-# The model and its optimizers
-
-
+# ---- The model and its optimizers ----------------------------------------------------------------
 def owned_values(optimizer, world_size):
-    """Return how many values each rank owns of an optimizer's parameters; {}: none has an owner."""
-    values = dict.fromkeys(range(world_size), 0)
-    owner = getattr(optimizer, "owner", {})
-    for p, rank in owner.items():
+    """Return how many values of its parameters each rank owns: none, if they have no owner."""
+    values = [0] * world_size
+    for p, rank in getattr(optimizer, "owner", {}).items():
         values[rank] += p.numel()
-    return values if owner else {}
+    return values
 
 
 def optimizer_table(gpt, optimizers, world_size):
@@ -245,25 +237,25 @@ def optimizer_table(gpt, optimizers, world_size):
     settings = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            text = f"{type(optimizer).__name__:6s} lr:{group['initial_lr']:g}"
+            text = f"{type(optimizer).__name__:6s} lr:{group['lr']:g}"
             settings.update(dict.fromkeys(group["params"], text))
     rows = Counter()
     for name, p in gpt.named_parameters():
         name = re.sub("[.][0-9]+", ".*", name)
         rows[f"{name:24s} {tuple(p.shape)!s:16s} {settings[p]}"] += 1
     total = sum(p.numel() for p in settings)
-    lines = [f"parameters: {total:,}"] + [f"  {count:3d} x {row}" for row, count in rows.items()]
+    lines = [f"parameters: {total:,}"]
+    lines += [f"  {count:3d} x {row}" for row, count in rows.items()]
     owned = 0
     for optimizer in optimizers:
-        values = list(owned_values(optimizer, world_size).values())
+        values = owned_values(optimizer, world_size)
         owned += sum(values)
-        if values:
+        if any(values):
             loads = getattr(optimizer, "loads", values)
-            lines.append(
-                f"{type(optimizer).__name__}: busiest rank/mean cost:"
-                f"{max(loads) * world_size / sum(loads):.3f} "
-                f"momentum MiB of each rank:{[round(n / 2**18, 1) for n in values]}"
-            )
+            most = max(loads) * world_size / sum(loads)
+            mib = [round(n / 2**18, 1) for n in values]
+            name = type(optimizer).__name__
+            lines.append(f"{name}: cost of the busiest rank/mean:{most:.3f} momentum MiB:{mib}")
     # in a ring a rank sends (W-1)/W of a buffer to reduce it, and as much again to spread it
     trip = (world_size - 1) / world_size / 2**20
     gradients = 4 * trip * (2 * (total - owned) + owned)  # float32; those with an owner are reduced
@@ -288,19 +280,18 @@ def check_attention(args, device, dtype):
     args = dataclasses.replace(args, n_layer=1, vocab_size=64)
     gpt = train_gpt2.GPT(args, dtype).to(device)
     inputs = torch.zeros(2, args.sequence_length, dtype=torch.int64, device=device)
-    nodes = [gpt(inputs, inputs).grad_fn]
-    for node in nodes:  # grows meanwhile
-        later = [after for after, _ in node.next_functions]
-        nodes += [after for after in later if after is not None and after not in nodes]
-    names = {node.name() for node in nodes if "Attention" in node.name()}
-    kernels = [re.sub(r"ScaledDotProduct|Backward\d*$", "", name) for name in sorted(names)]
-    return ", ".join(kernels) or "math, that is products and a softmax", None
+    graph, found = [gpt(inputs, inputs).grad_fn], set()
+    while graph:
+        node = graph.pop()
+        if node and node not in found:
+            found.add(node)
+            graph += [before for before, _ in node.next_functions]
+    kernels = {node.name() for node in found if "Attention" in node.name()}
+    kernels = [re.sub(r"ScaledDotProduct|Backward\d*$", "", name) for name in sorted(kernels)]
+    return ", ".join(kernels) or "math: products and a softmax", None
 
 
-# -----------------------------------------------------------------------------
-# Room
-
-
+# ---- Room ----------------------------------------------------------------------------------------
 def state_values(gpt, optimizers, world_size):
     """Return the float32 values of the optimizers' states: (of the busiest rank, of all).
 
@@ -308,31 +299,52 @@ def state_values(gpt, optimizers, world_size):
     """
     busiest = everything = 2 * sum(p.numel() for p in gpt.parameters())
     for optimizer in optimizers:
-        values = list(owned_values(optimizer, world_size).values())
-        busiest -= 2 * sum(values) - max(values, default=0)
+        values = owned_values(optimizer, world_size)
+        busiest -= 2 * sum(values) - max(values)
         everything -= sum(values)
     return busiest, everything
 
 
-def estimate_memory(args, gpt, optimizers, world_size, micro):
-    raise NotImplementedError
+def estimate_memory(args, gpt, optimizers, device, world_size, micro):
+    """Return about how many bytes a process needs at its peak, with micro sequences at a time.
+
+    Weights, gradients and optimizers' states are exact; of a block, what backward needs is counted.
+    Within 20% of the runs on a CPU that it was held against, float32 and bf16.
+    """
+    weights = sum(p.numel() for p in gpt.parameters())
+    head = gpt.lm_head.weight.numel()
+    low = gpt.dtype.itemsize  # bytes of a product's result
+    kept = 4 * (2 * weights + state_values(gpt, optimizers, world_size)[0])
+    if low < 4:
+        kept += low * weights  # weights, as products take them
+    tokens = micro * args.sequence_length
+    # of width C: residual and its norm twice; q, k, v, normed and turned q and k, attention's
+    # result; of width 4 C: before and after the square. More are kept where nothing is fused.
+    width = low * (4 + 6 + 2 * 4) + (0 if args.compile else 48)
+    blocks = args.n_layer * tokens * args.n_embd * width
+    chunk = min(tokens, max(512 * 50304 // args.vocab_size, tokens // 8))
+    logits = chunk * args.vocab_size * (8 + 2 * low) + 3 * 4 * head  # and the head's gradients
+    torch_itself = 350 * 2**20 if device.type == "cpu" else 0
+    return torch_itself + kept + blocks + logits
 
 
 def check_memory(args, gpt, optimizers, device, world_size):
     local = args.batch_size // world_size
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1
     free = free_memory(device) / here
-    micro = train_gpt2.micro_batch_size(local, args.device_batch_size)
-    need = estimate_memory(args, gpt, optimizers, world_size, micro)
+
+    def needed(most):
+        micro = train_gpt2.micro_batch_size(local, most)
+        return micro, estimate_memory(args, gpt, optimizers, device, world_size, micro)
+
+    micro, need = needed(args.device_batch_size)
     text = f"a process needs about {need / 2**30:.1f} GiB of {free / 2**30:.1f} free"
+    if need <= free:
+        return text, None
     while need > free and micro > 1:
-        micro = train_gpt2.micro_batch_size(local, micro - 1)
-        need = estimate_memory(args, gpt, optimizers, world_size, micro)
-        fix = f"--device_batch_size={micro}"
-    if need > free:
-        fix = "a smaller model"
-    
-    return text, None
+        micro, need = needed(micro - 1)
+    fix = "a smaller model" if need > free else f"--device_batch_size={micro}"
+    raise RunError(f"{text}: take {fix}")
 
 
 def check_disk(args, gpt, optimizers, world_size):
@@ -343,9 +355,47 @@ def check_disk(args, gpt, optimizers, world_size):
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass  # it can be written
-    free, needed = shutil.disk_usage(folder).free, (args.keep_checkpoints + 1) * size
+    free = shutil.disk_usage(folder).free
+    needed = (args.keep_checkpoints + 1) * size
     text = f"{free / 2**30:.1f} GiB free in {folder}, a checkpoint takes {size / 2**30:.2f}"
     if needed > free:
         fix = "free some or pass another --log_dir"
         raise RunError(f"{text}, {needed / 2**30:.1f} are needed: {fix}")
     return text, None
+
+
+# ---- All of them --------------------------------------------------------------------------------
+def main(argv):
+    """Run all checks; return the faults of all ranks."""
+    check = Checks(int(os.environ.get("RANK", 0)))
+    args = check("settings", lambda: ("all legal", train_gpt2.parse_args(argv)))
+    place = args and check("device", check_device, args)
+    if not place:
+        return check.of_all_ranks()
+    rank, world_size, device = place
+    dtype = check("products", check_products, args, device)
+    check("compiler", check_compiler, args, device)
+    check("network", check_network, device, world_size)
+    loaders = check("data", check_data, args, rank, world_size, device)
+    missing = [p for p in (args.train_files, args.val_files) if not glob.glob(p)]
+    if any("fineweb_" in pattern for pattern in missing):
+        check("hub", check_hub)
+    if not check.of_all_ranks():
+        check("shards", check_shards, loaders, rank, world_size)
+        check("ranks", check_ranks, loaders)
+    if dtype:
+        model = check("optimizers", check_optimizers, args, rank, world_size, dtype)
+        check("attention", check_attention, args, device, dtype)
+        if model:
+            check("memory", check_memory, args, *model, device, world_size)
+            check("disk", check_disk, args, *model, world_size)
+    return check.of_all_ranks()
+
+
+if __name__ == "__main__":
+    faults = main(sys.argv[1:])
+    if os.environ.get("RANK", "0") == "0":
+        print("\nto fix:\n  " + "\n  ".join(faults) if faults else "\nall is well")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(1 if faults else 0)

@@ -171,7 +171,7 @@ def differences(a, b, but=INCIDENTAL):
 def source_diff(a, b):
     """Return the lines in which the sources of two runs differ, as a unified diff cut to DIFF."""
     lines = []
-    for name in sorted(a.sources.keys() | b.sources.keys()):
+    for name in dict.fromkeys([*a.sources, *b.sources]):  # the script first
         old, new = (run.sources.get(name, "").splitlines() for run in (b, a))
         titles = f"{b.path}: {name}", f"{a.path}: {name}"
         lines += difflib.unified_diff(old, new, *titles, n=0, lineterm="")
@@ -223,8 +223,8 @@ def against_target(name, x, options):
     result = stats.ttest_1samp(x, options.target, alternative="less")
     interval = stats.ttest_1samp(x, options.target).confidence_interval(0.95)
     print(
-        f"\nTarget {options.target:g}. One-sided t-test that the mean of {name} is below it: "
-        f"t={result.statistic:.2f} p={result.pvalue:.2g}; the mean's 95% interval "
+        f"\nTarget {options.target:g}. One-sided t-test that the mean of {escaped(name)} is below "
+        f"it: t={result.statistic:.2f} p={result.pvalue:.2g}; the mean's 95% interval "
         f"{interval.low:.4f} to {interval.high:.4f}.\n"
     )
     print(needed(options.target - np.mean(x), [np.std(x, ddof=1)], options))
@@ -233,7 +233,7 @@ def against_target(name, x, options):
 
 def against_group(groups, options):
     """Print Welch's test, one- and two-sided, and the difference's interval; return one-sided p."""
-    (a, x), (b, y) = groups.items()
+    (x, y), (a, b) = groups.values(), map(escaped, groups)
     two = stats.ttest_ind(x, y, equal_var=False)
     less = stats.ttest_ind(x, y, equal_var=False, alternative="less")
     interval = two.confidence_interval(0.95)

@@ -3,10 +3,11 @@
     bash run.sh records/<date>_<Name> [NAME] [--field=value ...]
 
 NAME: which of the record's runs, muon or muon_seed3; without it the first. Sources and settings
-come from its log, data from where that says; fields given here come last (--seed=11): it executes
-the code in the log, so only repeat logs that you trust. The new loss is held against the group's: within the 99% prediction interval of their mean and standard
-deviation (Student's t) the exit status is 0, else 1; of a single run only the difference is said.
-Other data than the record's, or fields that make it another experiment: refused.
+come from its log, so the code in the log is executed: only repeat logs that you trust. Data come
+from where the log says; fields given here come last (--seed=11). The new loss is held against the
+group's logs: within the 99% prediction interval of their mean and standard deviation (Student's t)
+the exit status is 0, else 1; of a single run only the difference is said. Refused: other data than
+the record's, fields that make it another experiment, a group with a run that was cut or prolonged.
 """
 
 import argparse
@@ -116,6 +117,9 @@ def judge(again, run, group):
         f"another experiment, and not a repetition: {differences(again, run)}",
     )
     require(not training_data([run, again]), "no data_hash in common: the data cannot be compared")
+    products = [r.facts.get("products") for r in (again, run)]
+    if products[0] != products[1]:
+        print("products: {} here, {} in the log".format(*products))
     losses = [other.val_loss for other in group]
     low, high = spread(losses)
     print(

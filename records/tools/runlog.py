@@ -153,6 +153,8 @@ def read_ours(path, text):
     the settings. A resumed run has one a start. Raises ValueError if they differ in source or in
     settings that define a run, which would be two runs in one log.
     """
+    # what a resume says of damaged checkpoints comes before its header
+    text = re.sub(r"\A(.* is no whole checkpoint \(.*\n)+", "", text)
     blocks = list(re.finditer(r"(?:^hyperparameter \w+=.*\n)+", text, flags=re.M))
     head = text[: blocks[0].start()]  # the sources
     settings = []

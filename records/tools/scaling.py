@@ -21,7 +21,7 @@ TOOLS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TOOLS.parent.parent), str(TOOLS)]
 from report import command, markdown, save  # noqa: E402
 
-from train_gpt2 import GPT, Hyperparameters, Muon  # noqa: E402
+from train_gpt2 import GPT, Hyperparameters, Muon, bundle_cost  # noqa: E402
 
 ARGS = Hyperparameters()
 COUNTS = [2**k for k in range(11)]  # GPUs
@@ -59,8 +59,7 @@ class Setup:
             raise ValueError(f"gpus_a_node={self.gpus_a_node} must be in {COUNTS}")
 
 
-# ---------------------------------------------------------------------------
-# the model: what the script computes and sends in a step
+# ---- the model: what the script computes and sends in a step -------------------------------------
 @functools.cache
 def network():
     with torch.device("meta"):  # shapes only
@@ -76,14 +75,14 @@ def muon(W):
 def rounds(W):
     """Return the matrices whose updates travel together, of each round of W bundles."""
     bundles = muon(W).bundles[0]
-    return [sum(bundles[first : first + W], []) for first in range(0, len(bundles), W)]
+    together = [bundles[first : first + W] for first in range(0, len(bundles), W)]
+    return [list(itertools.chain(*bundles)) for bundles in together]
 
 
 @functools.cache
 def share(shape):
     """Return a matrix's share of all Newton-Schulz work, as Muon.loads counts it."""
-    alone = Muon([torch.empty(shape, device="meta")], lr=0.0)
-    return alone.loads[0] / sum(muon(1).loads)
+    return bundle_cost([torch.empty(shape, device="meta")]) / sum(muon(1).loads)
 
 
 def trip(size, W, gpus_a_node):
@@ -167,8 +166,7 @@ def measures(setup, W, sequences):
     return ms, alone / W / ms, sent / ms, 1000 * sequences * ARGS.sequence_length / ms
 
 
-# ---------------------------------------------------------------------------
-# public figures
+# ---- public figures ------------------------------------------------------------------------------
 def rescaled(ms, W, to):
     """Return a public step's ms on `to` GPUs from that on W: its work divides, its travel is added.
 
@@ -240,18 +238,16 @@ def checks():
     ]
 
 
-# ---------------------------------------------------------------------------
-# the page
+# ---- the page ------------------------------------------------------------------------------------
 ASSUMPTIONS = """\
 Assumptions:
 
 - Forward and backward divide exactly; AdamW and the rest are repeated on every GPU.
-- Newton-Schulz is dealt out by cost (Muon.loads); a round's updates travel, in bf16, during the next.
+- Newton-Schulz is dealt out by cost (Muon); a round's updates travel, in bf16, during the next.
 - Gradients travel in float32 when the backward pass is over: one all_reduce for the tied embedding,
   72 reduces to owners. A trip takes (W-1)/W of a buffer through each GPU, inside nodes first.
-- Latency: an all_reduce waits 2 log2(W) hops, a reduce W-1 in a ring that ends at its owner; a rank
-  begins the next reduce when it has passed on its part of the last. Whether a signal came is summed
-  by the CPUs, in 2(W-1) hops.
+- Latency: an all_reduce waits 2 log2(W) hops, of the CPUs 2(W-1); a reduce W-1 in a ring that ends
+  at its owner; a rank begins the next reduce when it has passed on its part of the last.
 - Left out: smaller kernels with fewer sequences a GPU, stragglers, starting a collective, shared
   switches, computing slowed by sending, validation, checkpoints."""
 SOURCES = """\
@@ -307,8 +303,8 @@ def page(setup, given):
             markdown(["input", "value", "from"], rows),
             scaling(setup),
             "Efficiency: one GPU's time for the same step / the time of all GPUs together. n/a: a "
-            f"sequence is not split. {most} sequences on {most} GPUs, ms: {bound}; of the gradients, "
-            f"{hops:.1f} are latency.",
+            f"sequence is not split. {most} sequences on {most} GPUs, ms: {bound}; of the "
+            f"gradients, {hops:.1f} are latency.",
             ASSUMPTIONS,
             "Against public figures, each predicted from another one and the stated inputs:",
             markdown(["public figure", "seen", "predicted", "error", "why"], public),

@@ -1,8 +1,9 @@
-"""Where a step's time goes: `python train_gpt2.py --profile [--field=value ...]`, or by torchrun.
+"""Where a step's time goes: `bash run.sh profile [--field=value ...]`, or by torchrun.
 
 From fresh weights, compiled and warm, it trains 13 steps as any run would: 5 as they are, 5 with
-each part timed, 3 under torch.profiler. Rank 0 prints the timed parts as a table; every rank writes
-its profiled steps to log_dir/profile_<time>/. There is no log and no checkpoint.
+each part timed, 3 under torch.profiler. Rank 0 prints tables of the timed parts and of the most
+expensive kernels; every rank writes its profiled steps to log_dir/profile_<time>/. There is no log
+and no checkpoint.
 """
 
 import contextlib
@@ -10,23 +11,32 @@ import functools
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch._inductor import config as inductor_config
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data"), str(ROOT / "records")]
-import describe  # noqa: E402
+TOOLS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TOOLS.parent.parent), str(TOOLS)]
+from check import device_name  # noqa: E402
+from runlog import PEAK_FLOPS, flops_per_token  # noqa: E402
 
 import train_gpt2  # noqa: E402
+from train_gpt2 import RunError  # noqa: E402
 
-PARTS = "forward", "backward", "AdamW", "Newton-Schulz", "communication", "loader", "other"
 PLAIN, TIMED, TRACED = 5, 5, 3  # steps; the first also makes the optimizers' states
+
+
+def parts_of(optimizers):
+    """Return the parts of a step; an optimizer's is its step without the parts inside it."""
+    names = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)
+    return ["forward", "backward", *names, "Newton-Schulz", "communication", "loader", "other"]
 
 
 class Phases:
@@ -38,7 +48,9 @@ class Phases:
 
     def __init__(self, synchronize=lambda: None, clock=time.perf_counter):
         self.synchronize, self.clock = synchronize, clock
-        self.seconds, self.stack, self.settled = dict.fromkeys(PARTS, 0.0), [], 0.0
+        self.seconds = Counter()  # of each part
+        self.stack = []  # of parts, the innermost last
+        self.settled = 0.0  # time until which all is given to a part
 
     @contextlib.contextmanager
     def __call__(self, part):
@@ -66,8 +78,8 @@ class Phases:
         def wrapper(*arguments, **named):
             with self(part):
                 result = function(*arguments, **named)
-            if isinstance(result, dist.Work):  # describe.failure looks for .wait() in a line
-                return SimpleNamespace(wait=self.timed(part, lambda: result.wait()))
+            if isinstance(result, dist.Work):
+                return SimpleNamespace(wait=self.timed(part, result.wait))
             return result
 
         return wrapper
@@ -75,50 +87,58 @@ class Phases:
     @contextlib.contextmanager
     def in_steps(self, run):
         """Time the parts of a run's steps meanwhile."""
+        calls = [
+            (train_gpt2.GPT, "__call__", "forward"),
+            (torch.Tensor, "backward", "backward"),
+            (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
+            (dist, "all_reduce", "communication"),
+            (dist, "reduce", "communication"),
+            (run.train_loader, "next_batch", "loader"),
+        ]
+        calls += [(optimizer, "step", type(optimizer).__name__) for optimizer in run.optimizers]
         with contextlib.ExitStack() as patches:
-            for owner, name, part in (
-                (train_gpt2.GPT, "__call__", "forward"),
-                (torch.Tensor, "backward", "backward"),
-                (run.optimizers[0], "step", "AdamW"),
-                (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
-                (dist, "all_reduce", "communication"),
-                (dist, "reduce", "communication"),
-                (run.train_loader, "next_batch", "loader"),
-            ):
+            for owner, name, part in calls:
                 function = self.timed(part, getattr(owner, name))
                 patches.enter_context(mock.patch.object(owner, name, function))
             yield
 
 
-def set_up(args):
+def set_up(args, stop=lambda: False):
     """Return a run as train_gpt2.main makes it, compiled and warm, before its first step."""
     steps = PLAIN + TIMED + TRACED
-    train_gpt2.require(args.num_iterations >= steps, f"num_iterations={args.num_iterations} must "
-                       f"be at least {steps}, the steps of a profile")  # fmt: skip
-    rank, world_size, device = train_gpt2.place_in_world(args)
-    train_loader, _ = train_gpt2.open_data(args, rank, world_size, device)
-    if world_size > 1 and not dist.is_initialized():
-        train_gpt2.processes.connect(device, args.comm_timeout)
+    if args.num_iterations < steps:
+        raise RunError(f"num_iterations={args.num_iterations}: a profile takes {steps} steps")
+    rank, world_size, device = train_gpt2.join_processes(args)
+    train_loader, val_loader = train_gpt2.open_data(args, rank, world_size, device)
     torch.manual_seed(args.seed)
-    gpt = train_gpt2.GPT(args).to(device)
+    gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, device)).to(device)
     optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
-    train_gpt2.compile_whole(gpt, args.compile)
-    train_gpt2.warm_up(gpt, optimizers, args, train_loader)
-    return SimpleNamespace(args=args, gpt=gpt, optimizers=optimizers, train_loader=train_loader)
+    with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused kernels of CPUs
+        train_gpt2.warm_up(gpt, args, val_loader)
+    return SimpleNamespace(
+        args=args,
+        stop=stop,
+        gpt=gpt,
+        optimizers=optimizers,
+        parts=parts_of(optimizers),
+        train_loader=train_loader,
+    )
 
 
 def train_steps(run, count, phases):
     """Do so many steps as train_gpt2.train does, results read; return of each {part: seconds}."""
-    loader, args, steps = run.train_loader, run.args, []
-    largest = torch.zeros(len(list(run.gpt.parameters())), device=loader.device)
+    loader, steps = run.train_loader, []
     for _ in range(count):
-        phases.seconds = dict.fromkeys(PARTS, 0.0)
-        scale = train_gpt2.lr_multiplier(loader.position // loader.window, args)
+        phases.seconds = Counter()
+        scale = train_gpt2.lr_multiplier(loader.position // loader.window, run.args)
         with record_function("step"), phases("other"):
             batch = loader.next_batch()
-            loss = train_gpt2.train_step(run.gpt, run.optimizers, *batch, scale, args, largest)
-            stop = train_gpt2.sum_over_ranks(torch.zeros((), device=loader.device))  # signals' sum
-            torch.stack([loss, stop]).tolist()
+            result = train_gpt2.train_step(
+                run.gpt, run.optimizers, *batch, scale, run.args, run.stop
+            )
+            if result is None:
+                raise RunError("stopped by a signal")
+            result[0].item()
         steps.append(phases.seconds)
     return steps
 
@@ -137,6 +157,7 @@ def measure(run):
     return plain, timed, traced, profiler
 
 
+# ---- What is printed ----------------------------------------------------------------------------
 def newton_schulz_flops(shape):
     """Return the floating-point operations of Muon's five iterations on an (M, N) matrix."""
     m, n = sorted(shape)
@@ -148,87 +169,124 @@ def newton_schulz_flops(shape):
 def flops(run):
     """Return {part: floating-point operations of this rank in a step}.
 
-    Forward and backward sum to those of describe.summary's mfu. Backward does twice the products of
-    forward, but LinearCrossEntropy does all of the head's in forward.
+    Forward and backward sum to flops_per_token. Backward does twice the products of forward, but
+    ChunkedCrossEntropy does all of the head's in forward.
     """
-    args, muon, tokens = run.args, run.optimizers[1], run.train_loader.local
-    everything = 6 * sum(p.numel() for p in run.gpt.parameters())  # a token
-    everything += 12 * args.n_layer * args.n_embd * args.sequence_length
+    loader = run.train_loader
+    tokens = loader.window // loader.world_size
+    everything = flops_per_token(run.gpt, run.args)
     head = 6 * run.gpt.lm_head.weight.numel()
-    owned = [p.flatten(1).shape for p, rank in muon.owner.items() if rank == muon.rank]
-    return {"forward": tokens * (head + (everything - head) / 3),
-            "backward": tokens * (everything - head) * 2 / 3,
-            "Newton-Schulz": sum(map(newton_schulz_flops, owned))}  # fmt: skip
+    newton_schulz = 0
+    for optimizer in run.optimizers:
+        for p, rank in getattr(optimizer, "owner", {}).items():
+            if rank == loader.rank:
+                newton_schulz += newton_schulz_flops(p.flatten(1).shape)
+    return {
+        "forward": tokens * (head + (everything - head) / 3),
+        "backward": tokens * (everything - head) * 2 / 3,
+        "Newton-Schulz": newton_schulz,
+    }
 
 
-def table(means, work, peak):
-    """Return Markdown lines of {part: seconds}; work: {part: FLOP}; peak: FLOP/s, None: unknown."""
-    total, work = sum(means.values()), {**work, "step": sum(work.values())}
-    lines = ["| part | ms | % | % of peak |", "|---|---:|---:|---:|"]
+def markdown(head, rows):
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def part_table(means, work, peak):
+    """Return Markdown of {part: seconds}; work: {part: FLOP}; peak: FLOP/s, None: unknown."""
+    total = sum(means.values())
+    work = {**work, "step": sum(work.values())}
+    rows = []
     for part, seconds in {**means, "step": total}.items():
         known = peak and seconds and part in work
         of_peak = f"{100 * work[part] / seconds / peak:.1f}" if known else "n/a"
-        lines.append(f"| {part} | {1000 * seconds:.2f} | {100 * seconds / total:.1f} | {of_peak} |")
-    return lines
+        rows.append([part, f"{1000 * seconds:.2f}", f"{100 * seconds / total:.1f}", of_peak])
+    return markdown(["part", "ms", "%", "% of peak"], rows)
+
+
+def kernel_table(profiler, device, ranges):
+    """Return Markdown of the ten kernels, of a CPU operators, that take most time themselves.
+
+    ranges: names of ours in the trace, which are no operators.
+    """
+    cuda = device.type == "cuda"
+    found = []
+    for event in profiler.key_averages():
+        ours = event.key in ranges or getattr(event, "is_user_annotation", False)
+        if not ours and event.device_type == (DeviceType.CUDA if cuda else DeviceType.CPU):
+            us = event.self_device_time_total if cuda else event.self_cpu_time_total
+            found.append((us, event.count, event.key.replace("|", "/")[:60]))
+    total = sum(us for us, _, _ in found)
+    rows = []
+    for us, count, name in sorted(found, reverse=True)[:10]:
+        calls, ms = count / TRACED, us / 1000 / TRACED
+        rows.append([f"`{name}`", f"{calls:.1f}", f"{ms:.2f}", f"{100 * us / total:.1f}"])
+    return markdown(["kernel" if cuda else "operator", "calls a step", "ms a step", "%"], rows)
 
 
 def compare_ranks(means):
     """Return a line on the steps of all ranks, which all call it; means: {part: seconds}."""
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, means)
-    own = [1000 * (sum(each.values()) - each["communication"]) for each in of_ranks]
+    own = []
+    for each in train_gpt2.gathered(means):
+        own.append(1000 * (sum(each.values()) - each["communication"]))
     slowest = own.index(max(own))
-    return (f"without communication: {min(own):.2f} to {max(own):.2f} ms a step, "
-            f"the most on rank {slowest}")  # fmt: skip
+    return (
+        f"without communication: {min(own):.2f} to {max(own):.2f} ms a step, "
+        f"the most on rank {slowest}"
+    )
 
 
 def trace_folder(args):
     """Make and return log_dir/profile_<time>, with rank 0's time."""
-    box = [Path(args.log_dir) / time.strftime("profile_%Y%m%d-%H%M%S")]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box)
-    box[0].mkdir(parents=True, exist_ok=True)
-    return box[0]
+    name = train_gpt2.gathered(time.strftime("profile_%Y%m%d-%H%M%S"))[0]
+    folder = Path(args.log_dir, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def main(args):
-    """Profile steps of a run as args say, here or in torchrun's processes; rank 0 prints."""
-    with train_gpt2.attention_kernel(args, train_gpt2.place_in_world(args)[2]):
-        run = set_up(args)
-        *groups, profiler = measure(run)
+def report(run, groups, means, profiler):
+    """Print what rank 0 measured; groups: plain, timed and traced steps."""
     loader = run.train_loader
-    trace = trace_folder(args) / f"trace_rank{loader.rank}.json.gz"
+    name = device_name(loader.device)
+    peak = PEAK_FLOPS.get(name) if run.gpt.dtype == torch.bfloat16 else None
+    medians = [1000 * statistics.median(sum(s.values()) for s in group) for group in groups]
+    print(
+        f"device:{name} processes:{loader.world_size} threads:{torch.get_num_threads()} "
+        f"products:{run.gpt.dtype} peak:{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown'}\n"
+        "median step: {:.2f} ms in training, {:.2f} with parts timed, {:.2f} under "
+        "torch.profiler\n".format(*medians)
+        + f"rank 0, mean of {TIMED} steps of {loader.window:,} tokens; a GPU is awaited at both "
+        f"ends of a part, so that overlap shows in the trace alone:\n"
+    )
+    print(part_table(means, flops(run), peak))
+    print(f"\nthe most expensive of {TRACED} steps under torch.profiler:\n")
+    print(kernel_table(profiler, loader.device, {"step", *run.parts}))
+    print()
+
+
+def main(args, stop=lambda: False):
+    """Profile steps of a run as args say, here or in torchrun's processes; rank 0 prints."""
+    run = set_up(args, stop)
+    *groups, profiler = measure(run)
+    rank = run.train_loader.rank
+    trace = trace_folder(args) / f"trace_rank{rank}.json.gz"
     profiler.export_chrome_trace(str(trace))
-    means = {part: statistics.mean(step[part] for step in groups[1]) for part in PARTS}
-    ranks = [compare_ranks(means)] if dist.is_initialized() else []
-    if loader.rank == 0:
-        name = describe.environment(loader.device)[1]
-        peak = describe.PEAK_FLOPS.get(name)
-        medians = [1000 * statistics.median(sum(s.values()) for s in group) for group in groups]
-        print(
-            f"device:{name} processes:{loader.world_size} threads:{torch.get_num_threads()} "
-            f"peak:{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown'}",
-            "median step: {:.2f} ms in training, {:.2f} with parts timed, {:.2f} under "
-            "torch.profiler".format(*medians),
-            f"rank 0, mean of {TIMED} steps of {loader.window:,} tokens; a GPU is awaited at both "
-            f"ends of a part, so that overlap shows in the trace alone:\n",
-            *table(means, flops(run), peak), "", *ranks,
-            f"trace of each rank, for https://ui.perfetto.dev: {trace}",
-            sep="\n", flush=True,
-        )  # fmt: skip
+    means = {part: statistics.mean(step[part] for step in groups[1]) for part in run.parts}
+    ranks = compare_ranks(means)  # all must take part
+    if rank == 0:
+        report(run, groups, means, profiler)
+        if dist.is_initialized():
+            print(ranks)
+        print(f"trace of each rank, for https://ui.perfetto.dev: {trace}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def command(argv):
-    """Do what the command line says; where that fails, say why once for all ranks; exit with 1."""
-    args = None
-    try:
-        args = train_gpt2.parse_args(argv)
-        record(main)(args)
-    except Exception as error:
-        describe.failure(error, args)
-        sys.exit(1)
+    """Do what the command line says; signals and failures are those of a training."""
+    with mock.patch.object(train_gpt2, "main", main):
+        train_gpt2.command(argv)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
-from bench_step import device_name  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "records" / "tools")]
+from check import device_name  # noqa: E402
 
 import train_gpt2  # noqa: E402
 

@@ -122,9 +122,9 @@ def start(target, *arguments):
     return ours
 
 
-def compare(rounds):
+def compare(sets, rounds):
     names = [n for n in CONTENDERS if n != "torch.optim.Muon" or hasattr(torch.optim, "Muon")]
-    for title, shapes in SETS.items():
+    for title, shapes in sets.items():
         print(
             f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {torch.get_num_threads()} "
             f"threads, {rounds} rounds; products in {DTYPE}, "
@@ -155,10 +155,7 @@ def compare(rounds):
             )
 
 
-# ---------------------------------------------------------------------------
-# over processes
-
-
+# ---- Over processes -----------------------------------------------------------------------------
 def sent_bytes():
     """Bytes that crossed the loopback interface so far (Linux)."""
     lines = Path("/proc/net/dev").read_text().splitlines()
@@ -203,8 +200,8 @@ def ask(team, action):
     return max([pipe.recv() for pipe in team]), sent_bytes() - before
 
 
-def scaling(rounds, processes):
-    for title, shapes in SETS.items():
+def scaling(sets, rounds, processes):
+    for title, shapes in sets.items():
         numel = sum(m * n for m, n in shapes)
         print(
             f"\n{title}: processes of one thread each, gloo, {rounds} rounds, products in {DTYPE}"
@@ -244,10 +241,7 @@ def scaling(rounds, processes):
         )
 
 
-# ---------------------------------------------------------------------------
-# many GPUs, by a model
-
-
+# ---- Many GPUs, by a model ----------------------------------------------------------------------
 def our_cost(shape):
     """Floating-point operations of five of our iterations on a matrix."""
     m, n = sorted(shape)
@@ -332,6 +326,7 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=SETS, help="of the two sets of matrices, one")
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--simulate", action="store_true")
@@ -339,9 +334,10 @@ if __name__ == "__main__":
     parser.add_argument("--gbytes", type=float, default=300.0)
     parser.add_argument("--picture")
     options = parser.parse_args()
+    sets = {name: SETS[name] for name in SETS if options.only in (None, name)}
     if options.simulate:
         simulate(options.tflops, options.gbytes, options.picture)
     elif options.scaling:
-        scaling(options.rounds, options.processes)
+        scaling(sets, options.rounds, options.processes)
     else:
-        compare(options.rounds)
+        compare(sets, options.rounds)

@@ -52,20 +52,7 @@ COLUMNS = (
 )
 
 
-# ---------------------------------------------------------------------------
-# a side, in its own process: reads a command a line from stdin, answers with a line of JSON
-
-
-def device_name(device):
-    """Return the name of a GPU, or of the CPU's model as Linux knows it."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-    return found[1] if found else platform.machine()
-
-
+# ---- A side, in its own process: reads a command a line from stdin, answers with a line of JSON -
 def tokens_of(args, rank, world_size, device):
     """Yield (inputs, targets) of this rank for ever: of train_files, or always the same, random."""
     import torch
@@ -105,10 +92,8 @@ def prepare_plain(run, gpt, args, dtype):
     return model, warm_up, step
 
 
-def prepare_script(gpt, args, rank, world_size):
-    """Return (model, warm_up, step) of train_gpt2.py, as the module now is."""
-    import train_gpt2
-
+def prepare_script(train_gpt2, gpt, args, rank, world_size):
+    """Return (model, warm_up, step) of train_gpt2.py, as a lever has left the module."""
     optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
 
     def warm_up(batches):
@@ -148,6 +133,7 @@ def work(name, settings, rank, world_size, rendezvous):
     import torch
     import torch._dynamo
     import torch.distributed as dist
+    from check import device_name
     from levers import LEVERS
     from runlog import PEAK_FLOPS, flops_per_token
     from torch.nn.attention import sdpa_kernel
@@ -175,7 +161,7 @@ def work(name, settings, rank, world_size, rendezvous):
     if run.plain:
         model, warm_up, step = prepare_plain(run, gpt, args, dtype)
     else:
-        model, warm_up, step = prepare_script(gpt, args, rank, world_size)
+        model, warm_up, step = prepare_script(train_gpt2, gpt, args, rank, world_size)
     batches, done = tokens_of(args, rank, world_size, device), 0
 
     def steps(count):
@@ -194,8 +180,7 @@ def work(name, settings, rank, world_size, rendezvous):
         torch.cuda.empty_cache()  # does nothing without one
         return seconds, loss
 
-    allowed = sdpa_kernel(run.attention) if run.attention else contextlib.nullcontext()
-    with allowed:
+    with sdpa_kernel(run.attention) if run.attention else contextlib.nullcontext():
         start = time.perf_counter()
         warm_up(tokens_of(args, rank, world_size, device))
         _, loss = steps(1)
@@ -233,10 +218,7 @@ def work(name, settings, rank, world_size, rendezvous):
         dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------
-# the table
-
-
+# ---- The table ----------------------------------------------------------------------------------
 class Side:
     """A lever's processes; raises RuntimeError with the error's first line when one ends."""
 

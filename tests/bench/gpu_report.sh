@@ -1,33 +1,32 @@
 #!/usr/bin/env bash
-# bash tests/gpu_report.sh DIR [PART ...]   what a CUDA machine should tell of this code
+# bash tests/bench/gpu_report.sh DIR [PART ...]   what a CUDA machine should tell of this code
 #
-# Without names all parts but the last two, most valuable first, within LIMIT seconds (default 530). Each
-# writes its own text file into DIR at once, so whatever cuts it leaves the rest:
-#   environment  the machine, its versions
+# Without names all parts but the last two, most valuable first, within LIMIT seconds (default 530).
+# Each writes its own text file into DIR at once, so whatever cuts it leaves the rest:
+#   environment  the machine, its versions; what records/tools/check.py says of the default settings
 #   default      40 steps of the default settings: cold start, then 15 steps with a warm cache
 #   plain        their step against the plain one, in turn; memory at device_batch_size 64
-#   muon         tests/bench_muon.py
+#   muon         tests/bench/bench_muon.py
 #   tests        pytest -m cuda
 #   resume       killed, gone on: bit-identical?
-#   levers       tests/bench_step.py with LEVERS (names with commas between; default: all, in the
-#                order of tests/levers.py), as many as the time allows, a table for each;
+#   levers       tests/bench/bench_step.py with LEVERS (names with commas between; default: all, in
+#                the order of tests/bench/levers.py), as many as the time allows, a table for each;
 #                COLD=True: cold and warm start too; LOSS_STEPS=200: validate after them
 #   run          RUN_STEPS steps of the default settings (default 360), and a picture; alone, since
 #                it needs the whole limit: take LIMIT over the step_avg of default_warm
 #   plain_run    PLAIN_STEPS steps of the plain implementation, to compare with run at equal time
 # DATA: folder with *train_*.bin and *val_*.bin, or .bin.xz; default data/fineweb10B. PYTHON:
-# interpreter with torch and pytest.
-# DEVICE=cpu tries the script itself with a tiny model.
+# interpreter with torch and pytest. DEVICE=cpu tries the script itself with a tiny model.
 set -uo pipefail
-cd "$(dirname "$0")/.."
-out=${1:?usage: bash tests/gpu_report.sh DIR [PART ...]}
+cd "$(dirname "$0")/../.."
+out=${1:?usage: bash tests/bench/gpu_report.sh DIR [PART ...]}
 shift
 parts=" environment default plain muon tests resume levers run plain_run "
 for part in "$@"; do
     [[ $parts == *" $part "* ]] || { echo "$part is no part: give some of$parts" >&2; exit 1; }
 done
 python=${PYTHON:-python3} device=${DEVICE:-cuda} end=$((SECONDS + ${LIMIT:-530}))
-export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/data:$PWD/records${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1
 mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -70,6 +69,7 @@ environment() {
     run_part environment bash -c "nvidia-smi; '$python' -c 'import torch; print(torch.__version__,
 torch.version.cuda, torch.cuda.is_available() and torch.cuda.get_device_properties(0),
 torch.backends.cudnn.version())'; lscpu | head -20; git log -1 --format=%H 2>/dev/null"
+    run_part check "$python" records/tools/check.py "${default[@]}"
 }
 default() {
     run_part default_cold "$python" train_gpt2.py "${default[@]}" --num_iterations="$many" \
@@ -80,10 +80,13 @@ default() {
 }
 plain() {
     if [ "$device" = cpu ]; then local full=(); else local full=(--batch_size=512); fi
-    run_part plain "$python" tests/bench_step.py plain "${small[@]}" "${full[@]}" \
+    run_part plain "$python" tests/bench/bench_step.py plain "${small[@]}" "${full[@]}" \
         --rounds=5 --steps=1 --cold=False
 }
-muon() { run_part muon "$python" tests/bench_muon.py; }
+muon() {
+    if [ "$device" = cpu ]; then local less=(--only="CPU record" --rounds=2); else local less=(); fi
+    run_part muon "$python" tests/bench/bench_muon.py "${less[@]}"
+}
 tests() { run_part tests "$python" -m pytest -v -m cuda tests/test_cuda.py \
     --cuda_tests_on="$device" -p no:cacheprovider; }
 resume() {
@@ -93,11 +96,11 @@ resume() {
     run_part resume_whole "$python" train_gpt2.py "${settings[@]}"
     settings+=(--run_id=cut --save_every=3 --keep_checkpoints=1)
     "$python" train_gpt2.py "${settings[@]}" >"$work/cut.txt" 2>&1 &
-    for _ in $(seq 300); do
-        sleep 0.2
+    while [ "$SECONDS" -lt "$end" ] && kill -0 $! 2>/dev/null; do
         compgen -G "$work/logs/cut/state_step*.pt" >"$work/seen" && break
+        sleep 0.05
     done
-    kill -KILL $!
+    kill -KILL $! 2>/dev/null
     run_part resume_cut "$python" train_gpt2.py "${settings[@]}" --resume=auto
     run_part resume "$python" -c "
 import torch
@@ -109,20 +112,20 @@ print('killed after a checkpoint and gone on: greatest difference of a weight', 
 levers() {
     local names
     IFS=, read -ra names <<<"${LEVERS:-all}"
-    run_part levers "$python" tests/bench_step.py "${names[@]}" "${small[@]}" \
+    run_part levers "$python" tests/bench/bench_step.py "${names[@]}" "${small[@]}" \
         --rounds="$rounds" --steps=4 --together=2 --cold="${COLD:-False}" \
         --loss_steps="${LOSS_STEPS:-0}"
-    [ -n "${LEVERS:-}" ] || run_part levers_128 "$python" tests/bench_step.py "micro-batch / 2" \
+    [ -n "${LEVERS:-}" ] || run_part levers_128 "$python" tests/bench/bench_step.py "micro-batch / 2" \
         "${small[@]}" --batch_size=128 --device_batch_size=128 --rounds="$rounds" --steps=4
 }
 run() {
     run_part run "$python" train_gpt2.py "${default[@]}" --num_iterations="${RUN_STEPS:-360}" \
         --warmdown_iters="$((${RUN_STEPS:-360} * 3 / 10))" --val_loss_every=40 --run_id=run
     cp "$work/logs/run.txt" "$out/run_log.txt"
-    run_part picture "$python" records/report.py "$out/run_log.txt" --picture="$out/run.png"
+    run_part picture "$python" records/tools/report.py "$out/run_log.txt" --picture="$out/run.png"
 }
 plain_run() {
-    run_part plain_run "$python" tests/plain_run.py "${default[@]}" \
+    run_part plain_run "$python" tests/bench/plain_run.py "${default[@]}" \
         --num_iterations="${PLAIN_STEPS:-160}" --warmdown_iters="$((${PLAIN_STEPS:-160} * 3 / 10))" \
         --val_loss_every=40 --run_id=plain_run
     cp "$work/logs/plain_run.txt" "$out/plain_run_log.txt"

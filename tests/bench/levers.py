@@ -68,10 +68,7 @@ def plain_compiled(train_gpt2, run):
     run.plain = run.plain_compiled = True
 
 
-# ---------------------------------------------------------------------------
-# attention
-
-
+# ---- Attention ----------------------------------------------------------------------------------
 def attention(name, backend, needs=""):
     """Add a lever that allows no other attention kernel than this one."""
 
@@ -105,10 +102,7 @@ def flex(train_gpt2, run):
     train_gpt2.F = Functional()
 
 
-# ---------------------------------------------------------------------------
-# residual stream, head and loss
-
-
+# ---- Residual stream, head and loss -------------------------------------------------------------
 def loss_of_head(name, what, function, needs=""):
     """Add a lever that takes function(x, weight, targets) for the head's loss; weight as x."""
 
@@ -161,9 +155,7 @@ def float32_residual(train_gpt2, run):
     train_gpt2.Linear.forward = lambda self, x: F.linear(x.bfloat16(), self.weight.bfloat16())
 
 
-# ---------------------------------------------------------------------------
-# torch.compile
-
+# ---- torch.compile ------------------------------------------------------------------------------
 setting("eager", "no torch.compile", compile=False)
 
 
@@ -219,9 +211,7 @@ compiling("all kept", "activation_memory_budget 1: nothing computed again", with
 compiling("half kept", "activation_memory_budget 0.5: attention computed again", with_budget(0.5))
 
 
-# ---------------------------------------------------------------------------
-# memory
-
+# ---- Memory -------------------------------------------------------------------------------------
 lever(
     "expandable segments",
     "PYTORCH_ALLOC_CONF=expandable_segments:True",
@@ -253,10 +243,7 @@ for divisor in (2, 4, 8):
     smaller(divisor)
 
 
-# ---------------------------------------------------------------------------
-# optimizer
-
-
+# ---- Optimizer ----------------------------------------------------------------------------------
 @lever("Muon compiled", "Newton-Schulz under torch.compile")
 def muon_compiled(train_gpt2, run):
     train_gpt2.zeropower_via_newtonschulz5 = torch.compile(
@@ -268,7 +255,7 @@ def bundles(name, what, size):
     """Add a lever with other bundles of matrices."""
 
     def change(train_gpt2, run):
-        rewrite(train_gpt2, "Muon", ("size = 4 if m * n <= 2**18 else 1", f"size = {size}"))
+        rewrite(train_gpt2, "Muon", ("size = 4 if shape.numel() <= 2**18 else 1", f"size = {size}"))
 
     lever(name, what)(change)
 
@@ -287,10 +274,7 @@ def foreach_adamw(train_gpt2, run):
     torch.optim.AdamW = build
 
 
-# ---------------------------------------------------------------------------
-# two processes
-
-
+# ---- Two processes ------------------------------------------------------------------------------
 @lever("synchronous x2", "Muon's collectives waited for at once", processes=2)
 def synchronous(train_gpt2, run):
     all_reduce = dist.all_reduce

@@ -22,8 +22,9 @@ GPT, LOG_HEADER = train_gpt2.GPT, train_gpt2.log_header
 
 def build_model(args, dtype):
     """Return the plain model with the weights of train_gpt2's."""
+    weights = GPT(args).state_dict()  # first, for the seed's values are the next
     model = plain.PlainGPT(args)
-    model.load_state_dict(GPT(args).state_dict())
+    model.load_state_dict(weights)
     model.dtype = dtype
     return model
 
@@ -32,11 +33,7 @@ def build_optimizers(model, args, rank, world_size):
     """Return the plain AdamW and Muon. Raises RunError for several processes."""
     if world_size > 1:
         raise train_gpt2.RunError("the plain step knows one process: start it without torchrun")
-    optimizers = plain.plain_optimizers(model, args, model.dtype)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    return optimizers
+    return plain.plain_optimizers(model, args, model.dtype)
 
 
 def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: False):
@@ -45,7 +42,8 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: 
         return None
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * lr_scale
+            initial_lr = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = initial_lr * lr_scale
     size = train_gpt2.micro_batch_size(len(inputs), args.device_batch_size)
     loss = plain.plain_step(model, optimizers, inputs, targets, model.dtype, size)
     return loss, torch.zeros(len(list(model.parameters())))

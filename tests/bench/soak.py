@@ -3,13 +3,13 @@
     python tests/bench/soak.py --cycles 30 --processes 2 3     # about 8 minutes for each on 2 cores
 
 A cycle starts `torchrun train_gpt2.py --resume=...` (auto, or by chance the newest checkpoint's
-name), and at a random moment (from the start of the processes on; a third of them while a
-checkpoint is being written) sends SIGKILL or SIGTERM to a random rank. After the last cycle the run
-goes on to its end. Among its checkpoints lie others that it did not write: a copy under another
-name, and a damaged one that seems to be the newest. Printed is a table of the cycles. The exit
-status is 1 unless all losses and hashes and the whole last checkpoint equal those of a run that
-nobody interrupted, no step is lost by a SIGTERM that a step could answer, every run ended within a
-minute of its signal, and no file that the run did not write has changed.
+name) and sends SIGKILL or SIGTERM to a random rank, at a moment that is by chance any from the
+start of the processes on, after a number of steps, or while a checkpoint is being written. After
+the last cycle the run goes on to its end. Among its checkpoints lie others that it did not write: a
+copy under another name, and a damaged one that seems to be the newest. Printed is a table of the
+cycles. The exit status is 1 unless all losses and hashes and the whole last checkpoint equal those
+of a run that nobody interrupted, no step is lost by a SIGTERM that a step could answer, every run
+ended within a minute of its signal, and no file that the run did not write has changed.
 """
 
 import argparse
@@ -27,8 +27,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conftest import ROOT, write_shard
-from test_survive import ENVIRONMENT, same_state, torchrun, workers
+from conftest import ROOT, bits, ranks_of, write_shard
 
 SETTINGS = {
     "vocab_size": 256,
@@ -52,13 +51,15 @@ SETTINGS = {
 
 
 def start(settings, processes):
-    options = [f"--{name}={value}" for name, value in settings.items()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={processes}", str(ROOT / "train_gpt2.py")]
+    command += [f"--{name}={value}" for name, value in settings.items()]
     return subprocess.Popen(
-        [*torchrun(processes), str(ROOT / "train_gpt2.py"), *options],
+        command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
 
@@ -116,21 +117,24 @@ class Run:
         return start({**self.settings, "resume": resume}, self.processes)
 
 
-def wait_for_moment(process, run, in_write, choice):
+def wait_for_moment(process, run, moment, choice):
     """Wait until the random moment has come; return the workers' process ids, [] if it ended."""
     began, pids = time.time(), []
     while process.poll() is None and len(pids) < run.processes:
         time.sleep(0.01)
         try:
-            pids = workers(process.pid)
+            pids = ranks_of(process)
         except OSError:  # a process is just starting or ending
             pids = []
-    end = time.monotonic() + (60 if in_write else choice.uniform(0, 9))
+    enough = len(steps(run.log())) + choice.randrange(1, 20)
+    end = time.monotonic() + (choice.uniform(0, 9) if moment == "any" else 60)
     while process.poll() is None and time.monotonic() < end:
         with contextlib.suppress(FileNotFoundError):  # none yet, or it has just taken its name
-            if in_write and (run.folder / "partial").stat().st_mtime > began:
+            if moment == "write" and (run.folder / "partial").stat().st_mtime > began:
                 break
-        time.sleep(0.001 if in_write else 0.01)
+        if moment == "steps" and len(steps(run.log())) >= enough:
+            break
+        time.sleep(0.001 if moment == "write" else 0.02)
     return pids if process.poll() is None else []
 
 
@@ -139,10 +143,10 @@ def cycle(run, choice):
     run.add_foreign()
     before = len(steps(run.log()))
     number = choice.choice([signal.SIGKILL, signal.SIGTERM])
-    in_write, rank = choice.random() < 1 / 3, choice.randrange(run.processes)
+    moment, rank = choice.choice(["any", "steps", "write"]), choice.randrange(run.processes)
     by_name = choice.random() < 1 / 3 and bool(run.checkpoints())
     process = run.start(run.checkpoints()[-1] if by_name else "auto")
-    pids = wait_for_moment(process, run, in_write, choice)
+    pids = wait_for_moment(process, run, moment, choice)
     if not pids:
         _, stderr = process.communicate()
         if process.returncode:
@@ -163,7 +167,7 @@ def cycle(run, choice):
         signal=number.name,
         rank=rank,
         resume="name" if by_name else "auto",
-        moment="write" if in_write else "any",
+        moment=moment,
         first=done[0] if done else None,
         last=done[-1] if done else None,
         saved=bool(re.search(r"^stopped by a signal after step \d+\n\Z", log, re.M)),
@@ -186,6 +190,7 @@ def soak(processes, cycles, folder, choice):
     _, stderr = process.communicate()
     if process.returncode:
         raise SystemExit(f"the run that nobody interrupts failed:\n{stderr}")
+    last_of_whole = whole.checkpoints()[-1]
     whole.foreign = {path: path.read_bytes() for path in whole.checkpoints()}
     run = Run({**settings, "run_id": "soak"}, processes)
     print(
@@ -216,7 +221,7 @@ def soak(processes, cycles, folder, choice):
         raise SystemExit(f"the run could not go on to its end:\n{stderr}")
     found, expected = results(run.log()), results(whole.log())
     changed = whole.changed() + run.changed()
-    same = found == expected and same_state(run.checkpoints()[-1], whole.checkpoints()[-1])
+    same = found == expected and bits(run.checkpoints()[-1]) == bits(last_of_whole)
     end = settings["num_iterations"]
     print(f"interrupted:   val_loss, data_hash {found[end]}; not: {expected[end]}")
     print(
