@@ -98,7 +98,9 @@ test)
     [ $# -eq 1 ] || exec "$python" -m pytest "${@:2}"
     test_in_halves ;;
 check) launch records/tools/check.py "${settings[@]}" "${@:2}" ;;
-profile) launch records/tools/step_profile.py "${settings[@]}" "${@:2}" ;;
+profile)
+    [ "$gpus" -gt 0 ] || pack_torch_sources
+    launch records/tools/step_profile.py "${settings[@]}" "${@:2}" ;;
 records/*) exec "$python" records/tools/rerun.py "$@" ;;
 data) pack_torch_sources ;;
 *)

@@ -151,7 +151,9 @@ class Rotary(nn.Module):
     def forward(self, x):  # (B, H, T, D)
         cos, sin = self.cos_sin[:, : x.size(2)]
         x1, x2 = x.chunk(2, dim=-1)
-        return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x)
+        y1 = x1 * cos + x2 * sin
+        y2 = x2 * cos - x1 * sin
+        return torch.cat([y1, y2], dim=-1).type_as(x)
 
 
 class CausalSelfAttention(nn.Module):
@@ -217,7 +219,8 @@ class GPT(nn.Module):
         x = self.wte(inputs).to(self.dtype)  # (B, T, C)
         for block in self.h:
             x = block(x)
-        x, weight = norm(x), self.lm_head.weight
+        x = norm(x)
+        weight = self.lm_head.weight
         if targets is None:
             return logits_of(x, weight.type_as(x))
         return ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten())
@@ -237,8 +240,7 @@ def chunk_loss(x, weight, targets, count):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of logits_of(x, weight) over the targets that are not -1.
     Logits, the largest tensor of a step, exist for a chunk of tokens at a time: gradients are
-    computed along with the loss. x: (N, C), any float dtype; weight: (V, C) float32, used in that
-    of x; targets: (N,) int64."""
+    computed with the loss. x: (N, C) float; weight: (V, C) float32; targets: (N,) int64."""
 
     @staticmethod
     def forward(ctx, x, weight, targets):

@@ -3,16 +3,15 @@
 import contextlib
 import functools
 import importlib.util
-import subprocess
 import sys
 from itertools import islice
 from types import SimpleNamespace
 
+import bench_step
 import lever_table
 import pytest
 import runlog
 import torch
-from bench_step import prepare_plain, prepare_script, tokens_of
 from conftest import ROOT, TINY, both_dtypes, run_forked, run_ranks
 from levers import LEVERS
 from torch.nn.attention import sdpa_kernel
@@ -48,17 +47,19 @@ def losses(name, dtype, rank=0, world_size=1):
     torch.manual_seed(0)
     gpt = module.GPT(args, dtype)
     if run.plain:
-        _, warm_up, step = prepare_plain(run, gpt, args, dtype)
+        _, warm_up, step = bench_step.prepare_plain(run, gpt, args, dtype)
     else:
-        _, warm_up, step = prepare_script(module, gpt, args, rank, world_size)
-    batches = tokens_of(args, rank, world_size, device)
+        _, warm_up, step = bench_step.prepare_script(module, gpt, args, rank, world_size)
+    batches = bench_step.tokens_of(args, rank, world_size, device)
     with sdpa_kernel(run.attention) if run.attention else contextlib.nullcontext():
         warm_up(batches)
         return [step(*batch).item() for batch in islice(batches, 3)]
 
 
-def same(dtype, expected):
-    return pytest.approx(expected, abs=1e-3 if dtype == "float32" else 0.01)
+@functools.cache
+def expected(dtype):
+    """Return about the losses of the script itself."""
+    return pytest.approx(losses("script", dtype), abs=1e-3 if dtype == "float32" else 0.01)
 
 
 @pytest.mark.parametrize("name, dtype", CASES)
@@ -67,7 +68,7 @@ def test_a_lever_changes_how_a_step_is_computed_but_not_what(name, dtype, monkey
     monkeypatch.setattr(torch.optim, "AdamW", torch.optim.AdamW)  # undoes a lever's change of it
     compile_eagerly = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", compile_eagerly)
-    assert losses(name, dtype) == same(dtype, losses("script", dtype))
+    assert losses(name, dtype) == expected(dtype)
 
 
 def losses_of_ranks(rank, world_size, dtype):
@@ -81,13 +82,12 @@ def test_levers_of_two_processes_do_not_change_what_a_step_computes(dtype, tmp_p
     for found in run_ranks(losses_of_ranks, 2, tmp_path / "ranks", dtype):
         assert len(found) == 5
         for name in OF_TWO:
-            assert found[name] == same(dtype, found["script x2"]), name
+            assert found[name] == expected(dtype), name
 
 
 def test_unknown_levers_are_named():
-    command = [sys.executable, "tests/bench/bench_step.py", "plian"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 1 and "['plian'] are no levers: give all, or some of" in run.stderr
+    with pytest.raises(SystemExit, match=r"\['plian'\] are no levers: give all, or some of"):
+        bench_step.main(["plian"])
 
 
 TIMED = """

@@ -1,0 +1,153 @@
+"""The one file by itself: beside no other file, with torch and numpy alone, with other optimizers."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from conftest import (
+    ROOT,
+    bits,
+    both_dtypes,
+    checkpoints,
+    edited_script,
+    finish,
+    losses,
+    ranks_of,
+    run_forked,
+    start,
+    validations,
+    wait_for,
+)
+
+# ---------------------------------------------------------------------------
+# a copy in an empty folder, an interpreter with torch and numpy
+
+
+def needed(name, found):
+    """Add the distribution of that name, and what it needs of what is installed, to `found`."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:  # of another system or version of Python
+        return
+    if distribution.metadata["Name"] in found:
+        return
+    found[distribution.metadata["Name"]] = distribution
+    for requirement in distribution.requires or []:
+        if "extra ==" not in requirement:
+            needed(re.match(r"[\w.-]+", requirement)[0], found)
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """An interpreter that can import torch, what torch itself needs, numpy, and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    [packages] = folder.glob("lib/python3*/site-packages")
+    found = {}
+    needed("torch", found)
+    needed("numpy", found)
+    for distribution in found.values():
+        tops = {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}
+        for top in tops:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(distribution.locate_file(top))
+    python = folder / "bin" / "python"
+    for name in "tqdm", "tiktoken", "huggingface_hub", "pytest", "scipy", "matplotlib", "pip":
+        code = (
+            f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is not None)"
+        )
+        done = subprocess.run([python, "-c", code], cwd=folder, timeout=60)
+        assert done.returncode == 0, name
+    return python
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_file_alone_trains_is_killed_and_goes_on(processes, tiny, tmp_path, bare_python):
+    """It ends with the losses, the data hash and the weights of a run from the repository."""
+    fields = {**tiny, "num_iterations": 100, "allow_repeat": True, "val_loss_every": 50}
+    fields |= {"run_id": "run", "save_every": 40}
+    whole = run_forked(fields, processes)
+    assert whole.returncode == 0, whole.stderr
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    script = shutil.copy(ROOT / "train_gpt2.py", alone)
+    fields |= {"resume": "auto", "log_dir": alone / "logs"}
+    run = start(fields, processes, script, python=bare_python)
+    began = wait_for(run, "step:41/100 train_loss")  # its output holds it up before the end
+    for pid in ranks_of(run) if processes > 1 else [run.pid]:
+        os.kill(pid, signal.SIGKILL)
+    done = finish(run)
+    assert done.returncode != 0 and "result" not in began + done.stdout
+    last_saved = checkpoints(alone / "logs" / "run")[-1]
+    assert last_saved in ("state_step000040.pt", "state_step000080.pt")
+    done = finish(start(fields, processes, script, python=bare_python))
+    assert done.returncode == 0, done.stderr
+    assert f"\nresume=auto: going on after step {last_saved[10:13].lstrip('0')}\n" in done.stdout
+    rows = losses(done.stdout)
+    assert rows == losses(whole.stdout)[-len(rows) :]
+    assert validations(done.stdout)[-1] == validations(whole.stdout)[-1]
+    last = "state_step000100.pt"
+    assert bits(alone / "logs" / "run" / last) == bits(tmp_path / "logs" / "run" / last)
+    assert sorted(os.listdir(alone)) == sorted(["logs", "train_gpt2.py"])
+
+
+# ---------------------------------------------------------------------------
+# other optimizers, by an edit of the one line that makes Muon
+
+MUON = "Muon(matrices, rate, momentum, no_decay, rank, world_size, gpt.dtype)"
+OTHERS = {
+    "SGD": "torch.optim.SGD(matrices, rate, momentum)",
+    "Adam": "torch.optim.Adam(matrices, rate)",
+}
+NEXT = "        before = copy.copy(train_loader)\n"
+KILL = NEXT + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_optimizer_is_a_change_of_one_line(name, dtype, tiny, tmp_path):
+    """It trains and logs on one rank and on two, and goes on to the bit after a kill."""
+    fields = {**tiny, "dtype": dtype, "save_every": 2}
+    script = edited_script(tmp_path, (MUON, OTHERS[name]))
+    runs = [run_forked({**fields, "run_id": f"w{n}"}, n, script) for n in (1, 2)]
+    for done in runs:
+        assert done.returncode == 0, done.stderr
+        assert f"\n{name} lr:0.005 parameters:6144\n" in done.stdout
+        assert "\nresult val_loss:" in done.stdout
+    one, two = (validations(done.stdout) for done in runs)
+    assert [row[2] for row in one] == [row[2] for row in two]
+    assert [row[1] for row in one] == pytest.approx([row[1] for row in two], abs=0.02)
+    assert one[-1][1] < one[0][1] - 0.2
+    fields |= {"run_id": "part", "resume": "auto"}
+    script = edited_script(tmp_path, (MUON, OTHERS[name]), (NEXT, KILL))
+    done = run_forked(fields, 2, script)
+    assert done.returncode == -signal.SIGKILL
+    done = run_forked(fields, 2, script)
+    assert done.returncode == 0, done.stderr
+    assert "\nresume=auto: going on after step 4\n" in done.stdout
+    last = "state_step000006.pt"
+    assert bits(tmp_path / "logs" / "part" / last) == bits(tmp_path / "logs" / "w2" / last)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_checkpoint_of_another_optimizer_is_refused_and_stays(processes, tiny, tmp_path):
+    fields = {**tiny, "save_every": 2, "keep_checkpoints": 1}
+    assert run_forked({**fields, "run_id": "m"}, processes).returncode == 0
+    folder = tmp_path / "logs" / "m"
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    script = edited_script(tmp_path, (MUON, OTHERS["SGD"]))
+    for resume in "auto", folder / "state_step000006.pt":
+        done = run_forked({**fields, "run_id": "m", "resume": resume}, processes, script)
+        assert done.returncode == 1
+        sentence = (
+            r"(rank \d: )?the checkpoint is of \['AdamW', 'Muon'\], not of \['AdamW', 'SGD'\]"
+        )
+        assert re.search(rf"^train_gpt2\.py: {sentence}\n", done.stderr)
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
