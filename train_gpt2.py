@@ -311,9 +311,9 @@ class Muon(torch.optim.Optimizer):
     Keller Jordan's Muon scales by sqrt(max(1, M / N)) instead: for his lr of 0.02 give 0.02 /
     sqrt(N), N the number of columns. Leave embeddings, heads and vectors to AdamW.
     params: (M, ...), taken as matrices (M, N), else ValueError. weight_decay: decoupled. dtype: of
-    products; float32 on a CPU without bf16 instructions. Of several ranks one owns a matrix: it
-    alone needs p.grad, keeps the momentum and computes the update. All ranks get the same bits,
-    for equal gradients the same for every world_size. Without p.grad, p is left as it is."""
+    products; float32 on a CPU without bf16 instructions. Of several ranks one owns a matrix: only
+    its p.grad counts, and it keeps the momentum. All ranks get the same bits, for equal gradients
+    the same for every world_size. Where p.grad is None, on all ranks, p is left as it is."""
 
     def __init__(
         self, params, lr, momentum=0.95, weight_decay=0, rank=0, world_size=1, dtype=torch.bfloat16

@@ -397,9 +397,9 @@ def test_a_batch_may_span_thousands_of_shards(tmp_path):
     assert (endless.next_batch()[0].numpy().ravel() == np.arange(5000) % 2).all()
 
 
-def replace_by_a_shorter(path):
-    """Rename another shard over path that has its time of modification, as cp -p does."""
-    other = write_shard(path.with_suffix(".new"), range(50))
+def replace(path, tokens):
+    """Rename another shard over path that has its time of modification, as cp -p gives."""
+    other = write_shard(path.with_suffix(".new"), tokens)
     os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
     other.rename(path)
 
@@ -412,7 +412,8 @@ def cut_unnoticed(path):
 
 
 CHANGES = {
-    "replaced, with the old one's time": replace_by_a_shorter,
+    "replaced by a shorter one, with the old one's time": lambda path: replace(path, range(50)),
+    "replaced by one of its size and time": lambda path: replace(path, range(5000)),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
     "cut, with the old time": cut_unnoticed,
     "rewritten": lambda path: path.write_bytes(path.read_bytes()),

@@ -223,7 +223,7 @@ def test_a_missing_gradient_leaves_the_parameter_alone(skip):
 
 
 def test_a_gradient_may_come_and_go():
-    """A matrix without one for a step keeps its momentum, and is no other than its neighbours."""
+    """A matrix without one for a step keeps its momentum; the others of its bundle go on."""
     params, lone = make_parameters([(16, 16)] * 4), make_parameters([(16, 16)] * 4)
     muon, one = Muon(params, lr=0.02), Muon(lone, lr=0.02)
     for step, skip in enumerate([(), (1, 2), ()]):
@@ -237,6 +237,14 @@ def test_a_gradient_may_come_and_go():
             lone[i].data.copy_(value)
             one.state[lone[i]]["momentum_buffer"].copy_(momentum)
     torch.testing.assert_close(flat(params), flat(lone), rtol=0, atol=1e-3)
+
+
+def test_a_parameter_of_more_dimensions_is_a_matrix():
+    (kernel,), (matrix,) = make_parameters([(6, 2, 3, 1)]), make_parameters([(6, 6)])
+    for p in (kernel, matrix):
+        set_gradients([p], 0)
+        Muon([p], lr=0.02).step()
+    assert torch.equal(kernel.flatten(1), matrix)
 
 
 @both_dtypes
