@@ -1,10 +1,10 @@
 """Train GPT-2 124M to a validation loss of 3.28 on FineWeb: one file, one speedrun.
 
     torchrun --standalone --nproc_per_node=8 train_gpt2.py      # 8 GPUs, the record's settings
-    python train_gpt2.py --num_iterations=100 --batch_size=64   # one process; --help lists all
+    python train_gpt2.py --num_iterations=100 --warmdown_iters=30 --batch_size=64   # or --help
 
 The defaults are record 7 of the public NanoGPT speedrun (October 2024): loss 3.2755 in 12.0 minutes
-on 8xH100 (n=1, its own log); no GPU has run this file yet. It needs torch and numpy. In order:
+on 8xH100 (one run, its own log); no GPU has run this file yet. It needs torch and numpy. In order:
 settings, model, Muon, data, training, log and checkpoints, the run. Shapes: B sequences of T
 tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
@@ -44,14 +44,14 @@ from torch._functorch import config as functorch_config
 
 # ---- Settings: edit them here, or give any of them as --name=value ------------------------------
 class RunError(ValueError):
-    """A mistake that the user can mend: shown as one sentence, without a traceback."""
+    """A mistake that the user can fix: shown as one sentence, without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
     """Everything that defines a run. Raises RunError for values that no run can have."""
 
-    # what defines the result: a resumed run must have the same, but for more num_iterations
+    # what defines the result: a resumed run must have the same, except a higher num_iterations
     vocab_size: int = 50304  # GPT-2's 50257, rounded up to a multiple of 128, which is faster
     n_layer: int = 12  # blocks
     n_head: int = 6  # attention heads
@@ -64,32 +64,33 @@ class Hyperparameters:
     muon_learning_rate: float = 0.00036  # of Muon, for the matrices of the blocks
     muon_momentum: float = 0.95  # of Muon
     warmup_iters: int = 0  # first steps, in which the learning rates rise linearly from 0
-    warmdown_iters: int = 1450  # last steps, in which they fall linearly to 0
+    warmdown_iters: int = 1450  # last steps, in which they fall to 0; lower it for a short run
     seed: int = 1337  # of the initial weights; nothing else is random
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of products; auto: the faster one
-    # data: shards of tokens, as data/fineweb.py and data/pack.py write them
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products; auto: the faster
+    # a resumed run may change all from here on. Data: shards, by data/fineweb.py or data/pack.py
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob, read in the order of the names
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob
     allow_repeat: bool = False  # True: start over when the training tokens run out
     # evaluation and output
     val_loss_every: int = 125  # steps between validations; 0: only after the last step
-    val_tokens: int = 10485760  # validate on so many tokens, the first of val_files
+    val_tokens: int = 10485760  # validate on this many tokens, the first in val_files
     target_val_loss: float = 3.28  # the log's last line shows it beside the result
     save_every: int = 0  # steps between checkpoints; 0: none, unless a signal ends the run
     keep_checkpoints: int = 2  # the newest that stay
-    resume: str = ""  # a checkpoint to go on from; auto: the newest of run_id, if there is one
+    resume: str = ""  # a checkpoint to continue from; auto: the newest of run_id, if any
     log_dir: str = "logs"  # folder of logs and checkpoints
     run_id: str = ""  # name of the log and of the checkpoints' folder; empty: made from the time
     # execution
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if there is a GPU
-    device_batch_size: int = 64  # sequences a forward pass, at most; only memory depends on it
+    device_batch_size: int = 64  # sequences a forward pass, at most; sets memory use and speed
     compile: bool = True  # with torch.compile; False starts sooner and runs slower
     comm_timeout: int = 600  # seconds that a rank waits for the others before the run fails
 
     def __post_init__(self):
         may_be_0 = "warmup_iters", "warmdown_iters", "seed", "val_loss_every", "save_every"
         for name, value in vars(self).items():
-            least = 0 if name in may_be_0 or isinstance(value, float) else 1
+            kind = self.__dataclass_fields__[name].type
+            least = 0 if name in may_be_0 or kind is float else 1
             if type(value) in (int, float) and not least <= value < 2**31:
                 raise RunError(f"{name}={value} must be a number from {least} to 2**31 - 1")
         if self.n_embd % (2 * self.n_head):
@@ -97,11 +98,11 @@ class Hyperparameters:
         if not re.fullmatch(r"([\w-][\w.-]*)?", self.run_id):
             raise RunError(f"run_id={self.run_id!r} must be a file's name: letters, digits, - . _")
         if self.resume == "auto" and not self.run_id:
-            raise RunError("--resume=auto needs the --run_id that it shall look for")
+            raise RunError("--resume=auto needs the --run_id to look for")
 
 
 def parse_args(argv):
-    """Return Hyperparameters from `--name=value` or `--name value`. Raises RunError otherwise."""
+    """Return Hyperparameters from argv, else RunError. A field's comment is its help: keep one."""
 
     def refuse(message):
         raise RunError(f"{message}; --help lists all settings")
@@ -110,7 +111,7 @@ def parse_args(argv):
         return ("False", "True").index(text) == 1
 
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(None, None, __doc__, formatter_class=form, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.error = refuse
     kinds = {bool: boolean, int: int, float: float}
     source = inspect.getsource(Hyperparameters)
@@ -118,9 +119,8 @@ def parse_args(argv):
         field = Hyperparameters.__dataclass_fields__[name]
         kind, choices = kinds.get(field.type, str), get_args(field.type) or None
         text = f"{text} (default: {field.default!r})"
-        parser.add_argument(
-            f"--{name}", default=field.default, type=kind, choices=choices, help=text
-        )
+        option = parser.add_argument(f"--{name}", type=kind, choices=choices, help=text)
+        option.default = field.default
     return Hyperparameters(**vars(parser.parse_args(argv)))
 
 
@@ -138,7 +138,7 @@ class Linear(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Rotary positions, half-split: i turns with i + D/2. https://arxiv.org/abs/2104.09864"""
+    """Rotary positions: channel i is rotated with i + D/2. https://arxiv.org/abs/2104.09864"""
 
     def __init__(self, head_dim, sequence_length, base=10000.0):
         super().__init__()
@@ -227,7 +227,7 @@ class GPT(nn.Module):
 
 
 def logits_of(x, weight):
-    """Return the logits, float32 (..., V), of hidden states x (..., C): in training and after."""
+    """Return the logits, float32 (..., V), of hidden states x (..., C); training uses them, too."""
     return F.linear(x, weight).float()
 
 
@@ -239,18 +239,18 @@ def chunk_loss(x, weight, targets, count):
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of logits_of(x, weight) over the targets that are not -1.
-    Logits, the largest tensor of a step, exist for a chunk of tokens at a time: gradients are
-    computed with the loss. x: (N, C) float; weight: (V, C) float32; targets: (N,) int64."""
+    Logits, the largest tensor of a step, exist for one chunk of tokens at a time, so forward also
+    computes the gradients. x: (N, C) float; weight: (V, C) float32; targets: (N,) int64."""
 
     @staticmethod
     def forward(ctx, x, weight, targets):
-        # 512 tokens of GPT-2's vocabulary (CPUs are slower with fewer), or an eighth of all
+        # 512 tokens of GPT-2's vocabulary (CPUs are slower with fewer) or an eighth, if more
         size = max(512 * 50304 // len(weight), len(x) // 8)
         count = (targets != -1).sum().clamp(min=1)
         low = weight.type_as(x)
         loss, grad_x, grad_weight = 0.0, [], 0.0
         for x_i, targets_i in zip(x.split(size), targets.split(size)):
-            if ctx.needs_input_grad[0]:
+            if ctx.needs_input_grad[0]:  # of x; of weight it is True in evaluation, too
                 grad_and_value = torch.func.grad_and_value(chunk_loss, argnums=(0, 1))
                 grads, loss_i = grad_and_value(x_i, low, targets_i, count)
                 grad_x.append(grads[0])
@@ -284,14 +284,14 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     products. Source: https://kellerjordan.github.io/posts/muon/"""
     if G.ndim not in (2, 3):
         raise ValueError(f"G of shape {tuple(G.shape)} must be a matrix or a batch of them")
-    # the norm in float64: squares of 1e30 and of 1e-30 leave float32's range
+    # the norm in float64: the square of 1e30 leaves float32's range
     length = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     X = (G.float() / (length + 1e-7).float()).to(dtype)
     m, n = sorted(G.shape[-2:])
     tall = G.size(-2) > m
     X = X.mT if tall else X  # (m, n)
-    # of a wide X, several iterations on the small A alone are faster; but since they raise its
-    # rounding errors, A is made anew after the second
+    # on a wide X it is faster to do several iterations on the small A alone; as that amplifies
+    # A's rounding errors, A is computed again after two
     for iterations in (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1):
         A = X @ X.mT
         factor = product = newton_schulz_factor(A)
@@ -304,23 +304,23 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
 
 
 class Muon(torch.optim.Optimizer):
-    """MomentUm Orthogonalized by Newton-Schulz, for the matrices inside a network.
+    """MomentUm (Nesterov's) Orthogonalized by Newton-Schulz, for the matrices in a network.
     Gradients of matrices are nearly of low rank: a few directions outshine the others. Muon
     replaces the momentum U S V^T by U V^T, so that all directions are learnt at the same speed.
     An entry then changes by about lr a step, in root mean square, whatever the matrix's shape.
     Keller Jordan's Muon scales by sqrt(max(1, M / N)) instead: for his lr of 0.02 give 0.02 /
     sqrt(N), N the number of columns. Leave embeddings, heads and vectors to AdamW.
     params: (M, ...), taken as matrices (M, N), else ValueError. weight_decay: decoupled. dtype: of
-    products; float32 on a CPU without bf16 instructions. Of several ranks one owns a matrix: only
-    its p.grad counts, and it keeps the momentum. All ranks get the same bits, for equal gradients
-    the same for every world_size. Where p.grad is None, on all ranks, p is left as it is."""
+    products; float32 on a CPU without bf16 instructions. One rank owns each matrix: it keeps the
+    momentum and reads p.grad, which must be set on all ranks or on none (then p stays as it is).
+    All ranks get the same bits, and for equal gradients every world_size gives the same bits."""
 
     def __init__(
         self, params, lr, momentum=0.95, weight_decay=0, rank=0, world_size=1, dtype=torch.bfloat16
     ):
         self.rank, self.world_size, self.dtype = rank, world_size, dtype
-        self.owner = {}  # parameter: its rank
-        self.loads = [0] * world_size  # multiplications of each rank in an iteration
+        self.owner = {}  # parameter: its rank; super().__init__ fills these by add_param_group
+        self.loads = [0] * world_size  # multiplications of each rank in a Newton-Schulz iteration
         self.bundles = []  # of each group: lists of parameters, the most expensive first
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
@@ -393,7 +393,7 @@ class Muon(torch.optim.Optimizer):
             p.add_(update.view_as(p), alpha=-group["lr"] * scale)
 
     def load_state_dict(self, state_dict):
-        """Load this rank's state_dict, or of a gathered one this rank's part."""
+        """Load this rank's state_dict, or this rank's part of a gathered one."""
         super().load_state_dict(state_dict)
         for p, owner in self.owner.items():
             if owner != self.rank:
@@ -443,9 +443,9 @@ def check_shard(path):
 @dataclasses.dataclass
 class DistributedDataLoader:
     """The batches of a run: consecutive windows of all shards laid end to end.
-    Step k reads tokens [k*B*T, (k+1)*B*T], of which rank r takes the r-th equal part: the stream
-    does not depend on world_size. The last token is a target only, and the next first input; after
-    the last of all it begins again. RunError: bad shards, or ranks that cannot share a batch."""
+    Of step k's batch_size*T tokens rank r takes the r-th equal part: the stream does not depend on
+    world_size. A step's last token is only a target; the next step starts with it. After the last
+    shard the first follows. RunError: bad shards, or ranks that cannot share a batch."""
 
     pattern: str  # glob of the shards, sorted by name
     batch_size: int  # sequences a step, of all ranks
@@ -505,7 +505,7 @@ class DistributedDataLoader:
         return tokens[:-1].view(-1, self.T), targets.view(-1, self.T)
 
     def data_hash(self):
-        """Return 12 hex digits for all sequences so far, of all ranks, which must all call it."""
+        """Return 12 hex digits for all sequences so far, of all ranks; all ranks must call it."""
         total = sum_over_ranks(torch.tensor(self.hash_sum % 2**48)).item()
         return f"{total % 2**48:012x}"
 
@@ -515,12 +515,12 @@ class DistributedDataLoader:
         return zlib.crc32(self.read(start, position + 1 - start))
 
     def state_dict(self):
-        """Return the place in the stream, for any later world and batch size; all ranks call."""
+        """Return the place in the stream, for any number of ranks; all ranks must call it."""
         fingerprint = self.fingerprint(self.position)
         return dict(position=self.position, data_hash=self.data_hash(), fingerprint=fingerprint)
 
     def load_state_dict(self, state):
-        """Go to a saved place. Raises RunError unless the tokens before it are the same."""
+        """Go to a saved place. Raises RunError unless the tokens just before it are the same."""
         self.position = state["position"]
         self.hash_sum = int(state["data_hash"], 16) if self.rank == 0 else 0
         if self.state_dict() != state:
@@ -543,8 +543,8 @@ def build_optimizers(gpt, args, rank, world_size):
     adamw = torch.optim.AdamW(
         others, args.learning_rate, (0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    rate, momentum, no_decay = args.muon_learning_rate, args.muon_momentum, 0.0
-    muon = Muon(matrices, rate, momentum, no_decay, rank, world_size, gpt.dtype)
+    rate, momentum = args.muon_learning_rate, args.muon_momentum
+    muon = Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=gpt.dtype)
     optimizers = [adamw, muon]
     if Counter(p for o in optimizers for p in params_of(o)) != Counter(gpt.parameters()):
         raise RunError("every parameter of the model must be in exactly one optimizer")
@@ -577,7 +577,7 @@ def micro_batch_size(sequences, most):
 def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: False):
     """Do one optimizer step; return (loss, largest), or None if stop() says so before it is done.
     inputs, targets: (B, T) int64, of this rank. loss: mean over the global batch, float32 scalar;
-    NaN if any rank has a gradient that is not finite. largest |gradient|: (P,), of this rank."""
+    NaN if any rank has a gradient that is not finite. largest: |gradient| of each parameter."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
     loss = 0.0
@@ -590,7 +590,7 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: 
         loss += micro_loss.detach()
     gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
     largest = torch.stack(torch._foreach_norm(gradients, math.inf))  # before ranks are mixed
-    loss, gradient = sum_over_ranks(torch.stack([loss, largest.max()]))
+    loss, largest_sum = sum_over_ranks(torch.stack([loss, largest.max()]))
     if world_size > 1:
         sync_gradients(optimizers)
     for optimizer in optimizers:
@@ -599,7 +599,7 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: 
             group["lr"] = initial_lr * lr_scale
         optimizer.step()
         optimizer.zero_grad()
-    return torch.where(gradient.isfinite(), loss, torch.nan), largest
+    return torch.where(largest_sum.isfinite(), loss, torch.nan), largest
 
 
 @torch.no_grad()
@@ -631,9 +631,9 @@ class Log:
         self.outputs = []
         if rank == 0:
             if self.path.exists() and not args.resume:
-                raise RunError(f"{self.path} exists: pass another --run_id")
+                raise RunError(f"{self.path} exists: pass --resume=auto or another --run_id")
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.outputs = [open(self.path, "a", buffering=1), sys.stdout]
+            self.outputs = [open(self.path, "a", buffering=1), sys.stdout]  # show=False: the first
             try:
                 fcntl.flock(self.outputs[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -646,7 +646,7 @@ class Log:
 
     @contextlib.contextmanager
     def timed(self, phase):
-        """Add to a phase's seconds; it must end by reading a result, so that the device is done."""
+        """Add the seconds of a with block, which must end by reading a result off the device."""
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
@@ -665,12 +665,12 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
         log(f"hyperparameter {name}={value!r}", show=False)
     git = f"git -C '{Path(__file__).parent}' describe --always --dirty --abbrev=40"
     log(f"torch:{torch.__version__} commit:{subprocess.getoutput(git + ' 2>/dev/null')}")
-    device = subprocess.getoutput("grep -m1 'model name' /proc/cpuinfo | cut -d: -f2-")
-    device = device.strip() or os.uname().machine
+    cpu = "sed -n 's/^model name.*: //p' /proc/cpuinfo 2>/dev/null | head -n 1"
+    machine = subprocess.getoutput(cpu) or os.uname().machine
     if train_loader.device.type == "cuda":
-        device = torch.cuda.get_device_name(train_loader.device)
+        machine = torch.cuda.get_device_name(train_loader.device)
     processes, threads = val_loader.world_size, torch.get_num_threads()
-    log(f"device:{device} processes:{processes} threads:{threads} products:{gpt.dtype}")
+    log(f"device:{machine} processes:{processes} threads:{threads} products:{gpt.dtype}")
     micro = val_loader.batch_size // processes
     log(f"train_tokens:{train_loader.total_tokens} val_hash:{log.val_hash} micro_batch:{micro}")
     for optimizer in optimizers:
@@ -692,14 +692,14 @@ def log_summary(log, args, train_loader, val_loss):
 
 
 def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
-    """Write what a run needs to go on, of all ranks, which must all call it; rank 0 writes.
+    """Write what a run needs to continue; all ranks must call it, and rank 0 writes the file.
     A file has its name only when it is whole and on the disk. Of those that the run wrote, the
     newest args.keep_checkpoints stay. A failure is a warning."""
     folder, name = log.folder, f"state_step{step:06d}.pt"
     gathered_states = [getattr(o, "gathered_state_dict", o.state_dict)() for o in optimizers]
     state = dict(
         step=step,
-        files=[file for file in log.files if file != name] + [name],
+        files=list(dict.fromkeys([*log.files, name])),
         train_seconds=log.seconds["train"],
         hyperparameters=vars(args),
         val_hash=log.val_hash,
@@ -709,7 +709,7 @@ def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
         optimizers=gathered_states,
         optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
     )
-    if not log.outputs:  # another rank
+    if not log.outputs:  # only rank 0 has them
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -746,7 +746,7 @@ def load_run_state(state, gpt, optimizers, train_loader, log):
 
 def read_checkpoint(path):
     """Return the state in a file, on the CPU; nothing in it is executed.
-    Raises BadZipFile if the file is damaged, and what it is when it could not be read."""
+    Raises BadZipFile if the file is missing or damaged, OSError if it cannot be opened."""
     if not os.path.isfile(path):  # opening a pipe would hang
         raise zipfile.BadZipFile("no such file")
     with zipfile.ZipFile(path) as archive:
@@ -754,7 +754,7 @@ def read_checkpoint(path):
             raise zipfile.BadZipFile("a checksum is wrong")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        state["hyperparameters"]
+        state["hyperparameters"]  # a KeyError: some other file of torch.save
     except (EOFError, KeyError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
         raise zipfile.BadZipFile(f"{error}".splitlines()[0]) from None
     return state
@@ -774,16 +774,16 @@ def find_checkpoint(args, log):
         try:
             state = read_checkpoint(path)
         except zipfile.BadZipFile as error:
-            log(f"{path} is no whole checkpoint ({error})")
+            log(f"{path} is not a whole checkpoint ({error})")
             continue
         for name, value in vars(args).items():
-            if name == "train_files":  # from here on a resumed run may change
+            if name == "train_files":  # the first of the settings that a resumed run may change
                 return state
             saved = state["hyperparameters"].get(name)
             if saved != value and (name != "num_iterations" or saved > value):
                 raise RunError(f"{path} is of a run with {name}={saved}, not {value}")
     if paths:
-        raise RunError("no checkpoint is whole: start anew with another --run_id")
+        raise RunError("no checkpoint is whole: check --resume, or give another --run_id")
     return None
 
 
@@ -824,14 +824,14 @@ def product_dtype(args, device):
 
 def open_data(args, rank, world_size, device):
     """Return (train_loader, val_loader). Raises RunError for a plan that cannot work."""
-    plan = args.sequence_length, rank, world_size, device, args.vocab_size
-    train_loader = DistributedDataLoader(args.train_files, args.batch_size, *plan)
+    shared = args.sequence_length, rank, world_size, device, args.vocab_size
+    train_loader = DistributedDataLoader(args.train_files, args.batch_size, *shared)
     most = (train_loader.total_tokens - 1) // train_loader.window
     if args.num_iterations > most and not args.allow_repeat:
         fix = f"add shards, or give --allow_repeat=True or at most --num_iterations={most}"
         raise RunError(f"{args.train_files!r} holds tokens for {most} steps: {fix}")
     micro = micro_batch_size(args.batch_size // world_size, args.device_batch_size)
-    val_loader = DistributedDataLoader(args.val_files, micro * world_size, *plan)
+    val_loader = DistributedDataLoader(args.val_files, micro * world_size, *shared)
     most = (val_loader.total_tokens - 1) // val_loader.T * val_loader.T
     if args.val_tokens % val_loader.T or args.val_tokens > most:
         fix = f"give a multiple of {val_loader.T} up to {most}, which {args.val_files!r} holds"
@@ -842,7 +842,7 @@ def open_data(args, rank, world_size, device):
 
 
 def gathered(value):
-    """Return the values of all ranks, which must all call it."""
+    """Return the values of all ranks; all ranks must call it."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -873,7 +873,7 @@ def catch_signals():
     caught, parent = [], os.getppid()
 
     def note(number, frame):
-        os.write(2, b"saving before the next step; a second signal ends at once\n")
+        os.write(2, b"saving before the next micro-batch; the same signal again ends at once\n")
         caught.append(number)
         signal.signal(number, signal.SIG_DFL)
 
@@ -888,7 +888,7 @@ def catch_signals():
 
 
 def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop):
-    """Train and validate by turns; return the last validation loss, or None when stopped."""
+    """Train and validate in turn; return the last validation loss, or None when stopped."""
 
     def validate(step):
         with log.timed("validation"):
@@ -939,10 +939,10 @@ def main(args, stop=lambda: False):
     torch.manual_seed(args.seed)
     gpt = GPT(args, product_dtype(args, device)).to(device)
     optimizers = build_optimizers(gpt, args, rank, world_size)
-    made = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-    log = Log(args, gathered(args.run_id or made)[0], rank)
-    val_tokens = loaders[1].read(0, args.val_tokens + 1)
-    log.val_hash = hashlib.sha256(val_tokens).hexdigest()[:16]
+    default_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+    log = Log(args, gathered(args.run_id or default_id)[0], rank)
+    tokens = loaders[1].read(0, args.val_tokens + 1)
+    log.val_hash = hashlib.sha256(tokens).hexdigest()[:16]
     state = find_checkpoint(args, log)
     first_step = load_run_state(state, gpt, optimizers, loaders[0], log) if state else 0
     check_ranks_agree("checkpoints", first_step)
@@ -960,15 +960,15 @@ def main(args, stop=lambda: False):
 
 
 def explain(error, args):
-    """Return a sentence on what a user can mend, else the traceback."""
+    """Return a sentence on what a user can fix, else the traceback."""
     if isinstance(error, (RunError, OSError)):
         return str(error)
     if re.search("MemoryError|out of memory|allocate memory", repr(error)):
-        return f"out of memory: pass less than --device_batch_size={args.device_batch_size}"
+        return "out of memory: pass a --device_batch_size below the micro_batch in the log"
     if "gloo" not in str(error) or not dist.is_initialized():
         return "".join(traceback.format_exception(error)).rstrip()
     trace = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
-    trace["pg_config"]["0"] = trace["pg_config"].pop("")  # as its entries call gloo's group
+    trace["pg_config"]["0"] = trace["pg_config"].pop("", {})  # entries call gloo's group "0"
     folder = Path(args.log_dir, "collectives")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank{dist.get_rank()}").write_bytes(pickle.dumps(trace))

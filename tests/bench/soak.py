@@ -4,12 +4,13 @@
 
 A cycle starts `torchrun train_gpt2.py --resume=...` (auto, or by chance the newest checkpoint's
 name) and sends SIGKILL or SIGTERM to a random rank, at a moment that is by chance any from the
-start of the processes on, after a number of steps, or while a checkpoint is being written. After
-the last cycle the run goes on to its end. Among its checkpoints lie others that it did not write: a
-copy under another name, and a damaged one that seems to be the newest. Printed is a table of the
-cycles. The exit status is 1 unless all losses and hashes and the whole last checkpoint equal those
-of a run that nobody interrupted, no step is lost by a SIGTERM that a step could answer, every run
-ended within a minute of its signal, and no file that the run did not write has changed.
+start of the processes on, after a number of steps, or while a checkpoint is being written; at the
+last two torchrun itself may be hit (rank -1), which the ranks must answer by saving. After the last
+cycle the run goes on to its end. Among its checkpoints lie others that it did not write: a copy
+under another name, and a damaged one that seems to be the newest. Printed is a table of the cycles.
+The exit status is 1 unless all losses and hashes and the whole last checkpoint equal those of a run
+that nobody interrupted, no step is lost by a signal that a step could answer, every run ended
+within a minute of its signal, and no file that the run did not write has changed.
 """
 
 import argparse
@@ -143,7 +144,8 @@ def cycle(run, choice):
     run.add_foreign()
     before = len(steps(run.log()))
     number = choice.choice([signal.SIGKILL, signal.SIGTERM])
-    moment, rank = choice.choice(["any", "steps", "write"]), choice.randrange(run.processes)
+    moment = choice.choice(["any", "steps", "write"])
+    rank = choice.randrange(0 if moment == "any" else -1, run.processes)  # -1: torchrun
     by_name = choice.random() < 1 / 3 and bool(run.checkpoints())
     process = run.start(run.checkpoints()[-1] if by_name else "auto")
     pids = wait_for_moment(process, run, moment, choice)
@@ -152,7 +154,7 @@ def cycle(run, choice):
         if process.returncode:
             raise SystemExit(f"the run failed before its signal:\n{stderr}")
         return None
-    os.kill(pids[rank], number)
+    os.kill(process.pid if rank == -1 else pids[rank], number)
     sent = time.monotonic()
     try:
         _, stderr = process.communicate(timeout=60)
@@ -161,8 +163,11 @@ def cycle(run, choice):
         raise SystemExit(f"still running 60 s after {number.name} to rank {rank}") from None
     seconds, log = time.monotonic() - sent, run.log()
     done = steps(log)[before:]
-    if process.returncode and done and "train_gpt2.py: " not in stderr:
-        raise SystemExit(f"a failure without a sentence after {number.name} to {rank}:\n{stderr}")
+    saved = re.search(r"^stopped by a signal after step \d+\n\Z", log, re.M)
+    finished = re.search(r"^result .*\n\Z", log, re.M)
+    answered = (saved or finished) if rank == -1 else "train_gpt2.py: " in stderr
+    if process.returncode and done and not answered:
+        raise SystemExit(f"no answer to {number.name} to rank {rank}:\n{stderr}")
     return dict(
         signal=number.name,
         rank=rank,
@@ -170,7 +175,7 @@ def cycle(run, choice):
         moment=moment,
         first=done[0] if done else None,
         last=done[-1] if done else None,
-        saved=bool(re.search(r"^stopped by a signal after step \d+\n\Z", log, re.M)),
+        saved=bool(saved),
         exit=process.returncode,
         seconds=seconds,
     )
@@ -198,7 +203,7 @@ def soak(processes, cycles, folder, choice):
         f"{settings['save_every']}"
     )
     print("cycle  signal   rank  resume  moment  steps done       exit  seconds  done twice")
-    twice, previous, saved, lost = 0, 0, False, False  # saved: the last steps, by a SIGTERM
+    twice, previous, saved, lost = 0, 0, False, False  # saved: the last steps, by an answer
     for number in range(1, cycles + 1):
         row = cycle(run, choice)
         if row is None:
@@ -226,7 +231,7 @@ def soak(processes, cycles, folder, choice):
     print(f"interrupted:   val_loss, data_hash {found[end]}; not: {expected[end]}")
     print(
         f"all losses, hashes and the last checkpoint's bits the same: {same}; steps done twice "
-        f"after SIGKILL: {twice}; after a SIGTERM: {'SOME' if lost else 'none'}; files of others "
+        f"after SIGKILL: {twice}; after an answer: {'SOME' if lost else 'none'}; files of others "
         f"in place: {len(run.foreign)}, changed: {changed or 'none'}"
     )
     return same and not lost and not changed and len(run.foreign) == 2
