@@ -794,7 +794,7 @@ def join_processes(args):
     if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         gpus = torch.cuda.device_count()
-        if device.index >= gpus:
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
             raise RunError(f"{gpus} GPUs are visible: start as many processes, or --device=cpu")
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():

@@ -98,7 +98,7 @@ def test_the_file_alone_trains_is_killed_and_goes_on(processes, tiny, tmp_path, 
 # ---------------------------------------------------------------------------
 # other optimizers, by an edit of the one line that makes Muon
 
-MUON = "Muon(matrices, rate, momentum, no_decay, rank, world_size, gpt.dtype)"
+MUON = "Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=gpt.dtype)"
 OTHERS = {
     "SGD": "torch.optim.SGD(matrices, rate, momentum)",
     "Adam": "torch.optim.Adam(matrices, rate)",

@@ -1,6 +1,6 @@
 """Kill and stop runs at random and go on, again and again: does the result stay the same bits?
 
-    python tests/bench/soak.py --cycles 30 --processes 2 3     # about 8 minutes for each on 2 cores
+    python tests/bench/soak.py --cycles 30 --processes 2 3     # some minutes for each on 2 cores
 
 A cycle starts `torchrun train_gpt2.py --resume=...` (auto, or by chance the newest checkpoint's
 name) and sends SIGKILL or SIGTERM to a random rank, at a moment that is by chance any from the
