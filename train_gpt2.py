@@ -696,17 +696,17 @@ def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
     A file has its name only when it is whole and on the disk. Of those that the run wrote, the
     newest args.keep_checkpoints stay. A failure is a warning."""
     folder, name = log.folder, f"state_step{step:06d}.pt"
-    gathered_states = [getattr(o, "gathered_state_dict", o.state_dict)() for o in optimizers]
+    files = list(dict.fromkeys([*log.files, name]))
     state = dict(
         step=step,
-        files=list(dict.fromkeys([*log.files, name])),
+        files=files[-args.keep_checkpoints :],
         train_seconds=log.seconds["train"],
         hyperparameters=vars(args),
         val_hash=log.val_hash,
         model=gpt.state_dict(),
         train_loader=train_loader.state_dict(),
         rng=torch.get_rng_state(),
-        optimizers=gathered_states,
+        optimizers=[getattr(o, "gathered_state_dict", o.state_dict)() for o in optimizers],
         optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
     )
     if not log.outputs:  # only rank 0 has them
@@ -722,7 +722,7 @@ def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
         log(f"warning: {name} was not written ({error.__context__ or error})")
         return
     log.files = state["files"]
-    for old in log.files[: -args.keep_checkpoints]:
+    for old in files[: -args.keep_checkpoints]:
         (folder / old).unlink(missing_ok=True)
 
 
@@ -802,8 +802,8 @@ def join_processes(args):
         timeout = timedelta(seconds=args.comm_timeout)
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        except ValueError as error:
-            raise RunError(f"RANK is set, but not by torchrun: {error}") from None
+        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nobody there
+            raise RunError(f"cannot join torchrun's processes: {error}".splitlines()[0]) from None
         # restarted processes get the store of those before them, whose addresses would mislead
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -984,7 +984,7 @@ def command(argv):
         main(args, catch_signals())
     except Exception as error:
         text = explain(error, args)
-        first = os.environ.get("RANK", "0") == "0"
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
         if dist.is_initialized():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when one rank has failed
             text = f"rank {dist.get_rank()}: {text}"

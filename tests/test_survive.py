@@ -153,10 +153,10 @@ def test_signals_are_looked_at_between_micro_batches(dtype, tiny, tmp_path, monk
 
 
 def test_a_signal_before_the_first_step_is_kept(tiny, tmp_path):
-    change = '    with log.timed("compile"):\n        warm_up(', "os.kill(os.getpid(), 15)"
-    change = change[0], f"    {change[1]}\n{change[0]}"
+    line = '    with log.timed("compile"):\n'
+    script = edited_script(tmp_path, (line, f"    os.kill(os.getpid(), signal.SIGTERM)\n{line}"))
     fields = {**tiny, "run_id": "early"}
-    done = run_forked(fields, script=edited_script(tmp_path, change))
+    done = run_forked(fields, script=script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\nstopped by a signal after step 0\n")
     done = run_forked({**fields, "resume": "auto"})
@@ -229,7 +229,7 @@ def test_a_killed_rank_ends_the_others_with_one_summary(tiny, tmp_path):
 def test_a_stuck_rank_is_told_of_after_the_timeout(tiny, tmp_path):
     trace = tmp_path / "logs" / "collectives" / "rank0"
     wait = f"while not os.path.exists({str(trace)!r}): time.sleep(0.01)"
-    fields = {**tiny, "run_id": "s", "comm_timeout": 3}
+    fields = {**tiny, "run_id": "s", "comm_timeout": 8}
     text = summaries(run_with_fault(wait, fields, tmp_path, 2, rank=1))
     assert re.match("rank 0: a rank was killed or is stuck: `torchfrtrace .*Timed out", text)
     assert pickle.loads(trace.read_bytes())["entries"]
@@ -482,7 +482,7 @@ NOT_ITS_FAULT = {
     "another optimizer": (train_gpt2, "build_optimizers", only_sgd, r"not of \['SGD'\]"),
     "a wider model": (train_gpt2, "GPT", Wider, "extra"),
     "another model": (train_gpt2, "GPT", Renamed, "blocks"),
-    "no memory": (torch, "load", no_memory, ""),
+    "no memory": (torch, "load", no_memory, None),
     "no memory for a tensor": (torch, "load", no_memory_for_a_tensor, "allocate memory"),
     "no permission": (torch, "load", not_permitted, "Permission denied"),
 }
@@ -580,7 +580,7 @@ def test_what_is_no_whole_checkpoint_is_refused(damage, tiny, tmp_path, monkeypa
     with pytest.raises(RunError, match="whole"):
         main(Hyperparameters(**{**tiny, "resume": str(newest)}))
     assert content(newest.parent) == before
-    passed_over = f"{newest} is not a whole checkpoint ("
+    passed_over = f"{newest} is not a whole checkpoint"
     assert passed_over in capsys.readouterr().out
     fields |= {"resume": "auto", "save_every": 0}
     assert main(Hyperparameters(**fields)) is not None
@@ -600,7 +600,7 @@ def test_auto_among_damaged_checkpoints_alone_is_refused(tiny, tmp_path):
         truncate(folder / name)
     before = content(folder)
     assert len(before) == 3
-    with pytest.raises(RunError, match="no checkpoint is whole: .*another --run_id"):
+    with pytest.raises(RunError, match=r"no checkpoint is whole: .*another --run_id"):
         main(Hyperparameters(**{**fields, "resume": "auto"}))
     assert content(folder) == before
 
@@ -688,7 +688,7 @@ def test_auto_takes_the_newest_by_its_step(two):
 def test_a_refused_checkpoint_is_told_once_by_many_ranks(tiny):
     done = run_forked({**tiny, "resume": "none.pt"}, 2)
     assert re.match(r"rank [01]: no checkpoint is whole", summaries(done))
-    assert done.stdout == "none.pt is not a whole checkpoint (no such file)\n"
+    assert re.fullmatch(r"none\.pt is not a whole checkpoint.*\n", done.stdout)
 
 
 def test_old_checkpoints_and_left_overs_go_away(tiny, tmp_path):
@@ -722,7 +722,7 @@ def test_runs_keep_apart(half, tmp_path, capsys):
     before = content(tmp_path / "logs" / "third")
     (tmp_path / "logs" / "third.txt").unlink()
     for resume in "", half["resume"]:
-        with pytest.raises(RunError, match="third holds checkpoints: pass .*another --run_id"):
+        with pytest.raises(RunError, match=r"third holds checkpoints: pass .*another --run_id"):
             main(Hyperparameters(**{**half, "run_id": "third", "resume": resume, "save_every": 1}))
     assert content(tmp_path / "logs" / "third") == before
 
