@@ -27,7 +27,6 @@ import subprocess
 import sys
 import time
 import traceback
-import zipfile
 import zlib
 from collections import Counter
 from datetime import timedelta
@@ -117,7 +116,8 @@ def parse_args(argv):
     source = inspect.getsource(Hyperparameters)
     for name, text in re.findall(r"^    (\w+): .*  # (.*)$", source, re.M):
         field = Hyperparameters.__dataclass_fields__[name]
-        kind, choices = kinds.get(field.type, str), get_args(field.type) or None
+        kind = kinds.get(field.type, str)
+        choices = get_args(field.type) or None
         text = f"{text} (default: {field.default!r})"
         option = parser.add_argument(f"--{name}", type=kind, choices=choices, help=text)
         option.default = field.default
@@ -248,7 +248,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         size = max(512 * 50304 // len(weight), len(x) // 8)
         count = (targets != -1).sum().clamp(min=1)
         low = weight.type_as(x)
-        loss, grad_x, grad_weight = 0.0, [], 0.0
+        loss = grad_weight = 0.0
+        grad_x = []
         for x_i, targets_i in zip(x.split(size), targets.split(size)):
             if ctx.needs_input_grad[0]:  # of x; of weight it is True in evaluation, too
                 grad_and_value = torch.func.grad_and_value(chunk_loss, argnums=(0, 1))
@@ -479,7 +480,8 @@ class DistributedDataLoader:
         while count > 0:
             start %= self.total_tokens
             shard = np.searchsorted(self.ends, start, side="right")
-            path, left = self.paths[shard], self.ends[shard] - start
+            path = self.paths[shard]
+            left = self.ends[shard] - start
             if check_shard(path) != self.shards[shard]:
                 raise RunError(f"{path} changed while in use: restore it and start again")
             offset = os.path.getsize(path) - 2 * left
@@ -543,7 +545,8 @@ def build_optimizers(gpt, args, rank, world_size):
     adamw = torch.optim.AdamW(
         others, args.learning_rate, (0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
-    rate, momentum = args.muon_learning_rate, args.muon_momentum
+    rate = args.muon_learning_rate
+    momentum = args.muon_momentum
     muon = Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=gpt.dtype)
     optimizers = [adamw, muon]
     if Counter(p for o in optimizers for p in params_of(o)) != Counter(gpt.parameters()):
@@ -633,6 +636,8 @@ class Log:
             if self.path.exists() and not args.resume:
                 raise RunError(f"{self.path} exists: pass --resume=auto or another --run_id")
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            for trace in self.path.parent.glob("collectives/rank*"):  # of an earlier failure
+                trace.unlink()
             self.outputs = [open(self.path, "a", buffering=1), sys.stdout]  # show=False: the first
             try:
                 fcntl.flock(self.outputs[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -669,7 +674,8 @@ def log_header(log, args, gpt, optimizers, train_loader, val_loader):
     machine = subprocess.getoutput(cpu) or os.uname().machine
     if train_loader.device.type == "cuda":
         machine = torch.cuda.get_device_name(train_loader.device)
-    processes, threads = val_loader.world_size, torch.get_num_threads()
+    processes = val_loader.world_size
+    threads = torch.get_num_threads()
     log(f"device:{machine} processes:{processes} threads:{threads} products:{gpt.dtype}")
     micro = val_loader.batch_size // processes
     log(f"train_tokens:{train_loader.total_tokens} val_hash:{log.val_hash} micro_batch:{micro}")
@@ -695,7 +701,8 @@ def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
     """Write what a run needs to continue; all ranks must call it, and rank 0 writes the file.
     A file has its name only when it is whole and on the disk. Of those that the run wrote, the
     newest args.keep_checkpoints stay. A failure is a warning."""
-    folder, name = log.folder, f"state_step{step:06d}.pt"
+    folder = log.folder
+    name = f"state_step{step:06d}.pt"
     files = list(dict.fromkeys([*log.files, name]))
     state = dict(
         step=step,
@@ -716,10 +723,13 @@ def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
         with open(folder / "partial", "wb") as file:
             torch.save(state, file)
             file.flush()
+            file.write(zlib.crc32(Path(file.name).read_bytes()).to_bytes(4, "little"))
+            file.flush()
             os.fsync(file.fileno())
         os.replace(folder / "partial", folder / name)
     except (OSError, RuntimeError) as error:  # such as a full disk
         log(f"warning: {name} was not written ({error.__context__ or error})")
+        (folder / "partial").unlink(missing_ok=True)  # a full disk has room again
         return
     log.files = state["files"]
     for old in files[: -args.keep_checkpoints]:
@@ -745,36 +755,25 @@ def load_run_state(state, gpt, optimizers, train_loader, log):
 
 
 def read_checkpoint(path):
-    """Return the state in a file, on the CPU; nothing in it is executed.
-    Raises BadZipFile if the file is missing or damaged, OSError if it cannot be opened."""
-    if not os.path.isfile(path):  # opening a pipe would hang
-        raise zipfile.BadZipFile("no such file")
-    with zipfile.ZipFile(path) as archive:
-        if archive.testzip():  # torch.load compares no checksums
-            raise zipfile.BadZipFile("a checksum is wrong")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        state["hyperparameters"]  # a KeyError: some other file of torch.save
-    except (EOFError, KeyError, RuntimeError, TypeError, pickle.UnpicklingError) as error:
-        raise zipfile.BadZipFile(f"{error}".splitlines()[0]) from None
-    return state
+    """Return the state in a file, on the CPU; None: missing or damaged. Nothing is executed."""
+    # bytes that end with the crc32 of those before always have this crc32
+    if os.path.isfile(path) and zlib.crc32(Path(path).read_bytes()) == 0x2144DF1C:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    return None
 
 
 def find_checkpoint(args, log):
     """Return the state that args.resume asks for; None: start anew.
     auto: the newest whole one in the run's own folder; only damaged files are passed over."""
-    paths = sorted(log.folder.glob("state_step*.pt"), reverse=True)
+    paths = sorted(log.folder.glob("state_step*.pt"), key=lambda path: (len(path.name), path.name))
     if args.resume != "auto":
         if paths and Path(args.resume).parent.resolve() != log.folder.resolve():
-            raise RunError(
-                f"{log.folder} holds checkpoints: pass --resume=auto or another --run_id"
-            )
+            raise RunError(f"{log.folder} holds checkpoints: --resume=auto or another --run_id")
         paths = [Path(args.resume)] if args.resume else []
-    for path in paths:
-        try:
-            state = read_checkpoint(path)
-        except zipfile.BadZipFile as error:
-            log(f"{path} is not a whole checkpoint ({error})")
+    for path in reversed(paths):
+        state = read_checkpoint(path)
+        if state is None:
+            log(f"{path} is not a whole checkpoint")
             continue
         for name, value in vars(args).items():
             if name == "train_files":  # the first of the settings that a resumed run may change
@@ -870,7 +869,8 @@ def warm_up(gpt, args, val_loader):
 
 def catch_signals():
     """Return stop(): whether any rank was signalled or lost torchrun; all must ask together."""
-    caught, parent = [], os.getppid()
+    caught = []
+    parent = os.getppid()
 
     def note(number, frame):
         os.write(2, b"saving before the next micro-batch; the same signal again ends at once\n")
@@ -944,8 +944,8 @@ def main(args, stop=lambda: False):
     tokens = loaders[1].read(0, args.val_tokens + 1)
     log.val_hash = hashlib.sha256(tokens).hexdigest()[:16]
     state = find_checkpoint(args, log)
+    check_ranks_agree("checkpoints", state and state["step"])
     first_step = load_run_state(state, gpt, optimizers, loaders[0], log) if state else 0
-    check_ranks_agree("checkpoints", first_step)
     log_header(log, args, gpt, optimizers, *loaders)
     if args.resume:
         log(f"resume={args.resume}: going on after step {first_step}")

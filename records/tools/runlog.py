@@ -154,7 +154,7 @@ def read_ours(path, text):
     settings that define a run, which would be two runs in one log.
     """
     # what a resume says of damaged checkpoints comes before its header
-    text = re.sub(r"\A(.* is no whole checkpoint \(.*\n)+", "", text)
+    text = re.sub(r"\A(.* is not a whole checkpoint\n)+", "", text)
     blocks = list(re.finditer(r"(?:^hyperparameter \w+=.*\n)+", text, flags=re.M))
     head = text[: blocks[0].start()]  # the sources
     settings = []
