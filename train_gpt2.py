@@ -768,7 +768,7 @@ def find_checkpoint(args, log):
     paths = sorted(log.folder.glob("state_step*.pt"), key=lambda path: (len(path.name), path.name))
     if args.resume != "auto":
         if paths and Path(args.resume).parent.resolve() != log.folder.resolve():
-            raise RunError(f"{log.folder} holds checkpoints: --resume=auto or another --run_id")
+            raise RunError(f"{log.folder} holds checkpoints: pass --resume or another --run_id")
         paths = [Path(args.resume)] if args.resume else []
     for path in reversed(paths):
         state = read_checkpoint(path)
