@@ -1,6 +1,6 @@
 """Draw what five iterations make of a singular value, for each coefficient schedule.
 
-    python records/2026-11-21_Muon/curves.py     # prints a table, writes curves.png beside itself
+python records/2026-11-21_Muon/curves.py     # prints a table, writes curves.png beside itself
 """
 
 import sys

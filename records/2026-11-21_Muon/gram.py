@@ -48,6 +48,7 @@ for m, n in [(128, 512), (256, 1024)]:
         print(f"{m} x {n}, {name:16s}" + "".join(f"{head:>11s}" for head in heads))
         for spectrum, G in spectra(m, n).items():
             exact = exact_orthogonalization(G, name)
-            errors = [(iterate(G, schedule, splits) - exact).norm() / exact.norm()
-                      for splits in SPLITS]
+            errors = [
+                (iterate(G, schedule, splits) - exact).norm() / exact.norm() for splits in SPLITS
+            ]
             print(f"  {spectrum:24s}" + "".join(f"{error:11.3g}" for error in errors))

@@ -4,8 +4,10 @@ import time
 
 import torch
 
-print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, "
-      f"{torch.get_num_threads()} threads")
+print(
+    f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, "
+    f"{torch.get_num_threads()} threads"
+)
 for n in (128, 768):
     spent = {}
     for dtype in (torch.float32, torch.bfloat16):
