@@ -58,6 +58,9 @@ class Hyperparameters:
     n_layer: int = 12  # blocks
     n_head: int = 6  # attention heads
     n_embd: int = 768  # channels
+    ngrams: int = 0  # a table adds a row to the embedding for each n-gram of 2 to so many tokens
+    ngram_rows: int = 2**18  # of that table; n-grams share them by their hash
+    key_offset: int = 0  # positions from a key to its value; 1: one layer continues what repeats
     batch_size: int = 512  # sequences a step, over all processes
     sequence_length: int = 1024  # tokens
     num_iterations: int = 5100  # steps
@@ -85,7 +88,7 @@ class Hyperparameters:
     comm_timeout: int = 600  # seconds that a rank waits for the others before the run fails
 
     def __post_init__(self):
-        may_be_0 = "warmdown_iters", "seed", "val_loss_every", "save_every"
+        may_be_0 = "ngrams", "key_offset", "warmdown_iters", "seed", "val_loss_every", "save_every"
         for name, value in vars(self).items():
             kind = self.__dataclass_fields__[name].type
             least = 0 if name in may_be_0 or kind is float else 1
@@ -102,12 +105,14 @@ class Hyperparameters:
 PRESETS = {  # --preset=NAME: what it takes and its settings, which others override
     "record7": "the defaults: 12.0 minutes on 8xH100 by a public log, predicted: 26 GB a GPU",
     "24gb": "the same on one GPU of 24 GB, predicted: 14 GB --device_batch_size=32",
-    "cpu": "the CPU record: 4 minutes on 2 cores, 0.5 GB, measured; bash run.sh makes its data"
+    "candidate": "record 7 with bigrams and a key offset, to be tried on a GPU: no result yet"
+    " --ngrams=2 --ngram_rows=251519 --key_offset=1 --num_iterations=3600 --warmdown_iters=1450",
+    "cpu": "the CPU record: 17 seconds on 2 cores, 1 GB, measured; bash run.sh makes its data"
     " --train_files=data/torch_sources/train_*.bin --val_files=data/torch_sources/val_*.bin"
-    " --vocab_size=257 --n_layer=4 --n_head=1 --n_embd=128 --sequence_length=256 --device=cpu"
-    " --batch_size=16 --device_batch_size=16 --num_iterations=1800 --warmdown_iters=900"
-    " --learning_rate=0.01 --muon_learning_rate=0.0005 --val_loss_every=450 --val_tokens=420864"
-    " --target_val_loss=1.32",
+    " --vocab_size=257 --n_layer=2 --n_head=1 --n_embd=128 --sequence_length=256 --device=cpu"
+    " --ngrams=6 --key_offset=1 --batch_size=16 --device_batch_size=16"
+    " --num_iterations=220 --warmdown_iters=100 --learning_rate=0.03 --muon_learning_rate=0.002"
+    " --val_loss_every=55 --val_tokens=420864 --target_val_loss=1.32",
     "laptop": "your own text, packed into data/mine: 6 minutes on 2 cores, 0.8 GB, measured"
     " --train_files=data/mine/train_*.bin --val_files=data/mine/val_*.bin --allow_repeat=True"
     " --n_layer=4 --n_head=1 --n_embd=128 --sequence_length=256 --batch_size=16"
@@ -136,9 +141,9 @@ def parse_args(argv):
         field = Hyperparameters.__dataclass_fields__[name]
         kind = kinds.get(field.type, str)
         choices = get_args(field.type) or None
-        text = f"{text} (default: {field.default!r})"
-        option = parser.add_argument(f"--{name}", type=kind, choices=choices, help=text)
-        option.default = field.default
+        default = field.default
+        text = f"{text} (default: {default!r})"
+        parser.add_argument(f"--{name}", type=kind, choices=choices, help=text, default=default)
     preset = parser.parse_known_args(argv)[0].preset
     values = vars(parser.parse_args(re.findall(r"--\S+", PRESETS[preset]) + argv))
     del values["preset"]
@@ -161,9 +166,9 @@ class Linear(nn.Linear):
 class Rotary(nn.Module):
     """Rotary positions: channel i is rotated with i + D/2. https://arxiv.org/abs/2104.09864"""
 
-    def __init__(self, head_dim, sequence_length, base=10000.0):
+    def __init__(self, head_dim, sequence_length):
         super().__init__()
-        frequencies = base ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+        frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2).float() / head_dim)
         angles = torch.outer(torch.arange(sequence_length).float(), frequencies)  # (T, D/2)
         cos_sin = torch.stack([angles.cos(), angles.sin()])
         self.register_buffer("cos_sin", cos_sin, persistent=False)  # (2, T, D/2)
@@ -171,16 +176,18 @@ class Rotary(nn.Module):
     def forward(self, x):  # (B, H, T, D)
         cos, sin = self.cos_sin[:, : x.size(2)]
         x1, x2 = x.chunk(2, dim=-1)
-        y = torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
-        return y.type_as(x)
+        y1 = x1 * cos + x2 * sin
+        y2 = x2 * cos - x1 * sin
+        return torch.cat([y1, y2], dim=-1).type_as(x)
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, args):
         super().__init__()
-        C, self.n_head = args.n_embd, args.n_head
-        # three matrices, not one, so that Muon orthogonalizes each by itself
-        self.c_q = Linear(C, C, bias=False)
+        C = args.n_embd
+        self.n_head = args.n_head
+        self.key_offset = args.key_offset
+        self.c_q = Linear(C, C, bias=False)  # three matrices: Muon takes each by itself
         self.c_k = Linear(C, C, bias=False)
         self.c_v = Linear(C, C, bias=False)
         self.c_proj = Linear(C, C, bias=False)
@@ -192,7 +199,9 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):  # (B, T, C)
         q = self.rotary(norm(self.heads(self.c_q(x))))
-        k = self.rotary(norm(self.heads(self.c_k(x))))
+        k = norm(self.heads(self.c_k(x)))
+        k = F.pad(k, (0, 0, self.key_offset, -self.key_offset))  # zeros come first
+        k = self.rotary(k)
         v = self.heads(self.c_v(x))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -221,6 +230,27 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+class NgramTable(nn.Module):
+    """Sum a table's rows of the last 2, 3, ... `longest` tokens, by hash; gradients are sparse."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.longest = args.ngrams
+        self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd))
+
+    @torch.compiler.disable  # which has no sparse gradients
+    def forward(self, inputs):  # (B, T) to (B, T, C)
+        hashes = inputs
+        rows = []
+        for distance in range(1, self.longest):
+            earlier = F.pad(inputs, (distance, -distance))
+            hashes = hashes * 1000003 + earlier + 1  # modulo 2**64
+            rows.append(hashes % len(self.weight))
+        rows = torch.stack(rows, dim=-1).flatten(0, 1)  # (B * T, longest - 1)
+        total = F.embedding_bag(rows, self.weight, mode="sum", sparse=True)
+        return total.unflatten(0, inputs.shape)
+
+
 class GPT(nn.Module):
     """GPT-2 with tied embedding and head: float32 weights; activations and products in dtype."""
 
@@ -231,11 +261,13 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(args) for _ in range(args.n_layer))
         self.lm_head = Linear(args.n_embd, args.vocab_size, bias=False)
         self.wte.weight = self.lm_head.weight  # tied: one tensor, with the head's initial values
+        self.ngrams = NgramTable(args) if args.ngrams > 1 else None
 
     def forward(self, inputs, targets=None):
         """Return the mean cross-entropy (float32 scalar), or without targets logits (B, T, V).
         inputs, targets: (B, T) int64, T at most sequence_length; targets of -1 do not count."""
-        x = self.wte(inputs).to(self.dtype)  # (B, T, C)
+        ngrams = self.ngrams(inputs) if self.ngrams else 0.0
+        x = (self.wte(inputs) + ngrams).to(self.dtype)  # (B, T, C)
         for block in self.h:
             x = block(x)
         x = norm(x)
@@ -261,8 +293,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets):
-        # 512 tokens of GPT-2's vocabulary (CPUs are slower with fewer) or an eighth, if more
-        size = max(512 * 50304 // len(weight), len(x) // 8)
+        size = max(512 * 50304 // len(weight), len(x) // 8)  # CPUs are slower with fewer tokens
         count = (targets != -1).sum().clamp(min=1)
         low = weight.type_as(x)
         of_chunk = ChunkedCrossEntropy.of_chunk
@@ -289,120 +320,87 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 # ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist -
-def newton_schulz_factor(A):
-    """Return a I + b A + c A^2, (..., m, m): an iteration multiplies X by that of A = X X^T."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    multiply_add = torch.addmm if A.ndim == 2 else torch.baddbmm
-    factor = multiply_add(A, A, A, beta=b, alpha=c)
-    factor.diagonal(dim1=-2, dim2=-1).add_(a)
-    return factor
-
-
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     """Orthogonalize G = U S V^T: return about U V^T, bf16; singular values near 1, not exact.
     G: (M, N) or a batch (K, M, N), any float dtype, unmodified; else ValueError. dtype: of the
     products. Source: https://kellerjordan.github.io/posts/muon/"""
     if G.ndim not in (2, 3):
         raise ValueError(f"G of shape {tuple(G.shape)} must be a matrix or a batch of them")
-    # the norm in float64: the square of 1e30 leaves float32's range
     length = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    X = (G.float() / (length + 1e-7).float()).to(dtype)
-    m, n = sorted(G.shape[-2:])
-    tall = G.size(-2) > m
-    X = X.mT if tall else X  # (m, n)
-    # a wide X: faster on the small A alone, computed anew after two, as its rounding errors grow
-    for iterations in (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1):
+    X = (G.float() / (length + 1e-7).float()).to(dtype)  # float64 also holds the square of 1e30
+    tall = G.size(-2) > G.size(-1)
+    X = X.mT if tall else X  # (m, n), m <= n: A is the smaller
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(5):
         A = X @ X.mT
-        factor = product = newton_schulz_factor(A)
-        for _ in range(iterations - 1):
-            A = factor @ A @ factor
-            factor = newton_schulz_factor(A)
-            product = factor @ product
-        X = product @ X
+        B = b * A + c * A @ A
+        X = a * X + B @ X  # the polynomial a s + b s^3 + c s^5 of its singular values s
     return (X.mT if tall else X).bfloat16()
 
 
 class Muon(torch.optim.Optimizer):
     """MomentUm (Nesterov's) Orthogonalized by Newton-Schulz, for the matrices in a network.
     A few directions of a gradient outshine the others: Muon replaces the momentum U S V^T by U V^T,
-    so that all are learnt at the same speed. An entry then changes by about lr a step, in root mean
-    square; for the lr of 0.02 of Keller Jordan's Muon give 0.02 / sqrt(columns).
-    params: (M, ...), taken as matrices (M, N), else ValueError. weight_decay: decoupled. dtype: of
-    products. One rank owns each matrix: it keeps the momentum and reads p.grad, which must be set
-    on all ranks or on none. For equal gradients all ranks and all world_sizes get the same bits."""
+    so that all are learnt at the same speed. An entry changes by about lr a step, root mean square;
+    for the lr of 0.02 of Keller Jordan's Muon give 0.02 / sqrt(columns). dtype: of products.
+    params: (M, ...), taken as matrices (M, N), else ValueError. One rank owns each: it keeps the
+    momentum and reads p.grad, set on all ranks or on none. Equal gradients: equal bits anywhere."""
 
     def __init__(
         self, params, lr, momentum=0.95, weight_decay=0, rank=0, world_size=1, dtype=torch.bfloat16
     ):
-        self.rank, self.world_size, self.dtype = rank, world_size, dtype
-        self.owner = {}  # parameter: its rank; super().__init__ fills these by add_param_group
+        self.rank = rank
+        self.world_size = world_size
+        self.dtype = dtype
+        self.owner = {}  # parameter: its rank; super().__init__ fills both by add_param_group
         self.loads = [0] * world_size  # multiplications of each rank in a Newton-Schulz iteration
-        self.bundles = []  # of each group: lists of parameters, the most expensive first
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
-        """Deal the group's matrices to the ranks; small ones of one shape in bundles of four."""
+        """Deal the group's matrices to the ranks, the most expensive first."""
         super().add_param_group(param_group)
-        by_shape = {}
         for p in self.param_groups[-1]["params"]:
             if p.ndim < 2:
                 raise ValueError(f"Muon takes matrices, not a parameter of shape {tuple(p.shape)}")
-            by_shape.setdefault(p.flatten(1).shape, []).append(p)
-        bundles = []
-        for shape, params in by_shape.items():
-            size = 4 if shape.numel() <= 2**18 else 1
-            bundles += [params[first : first + size] for first in range(0, len(params), size)]
-        bundles.sort(key=bundle_cost, reverse=True)
-        self.bundles.append(bundles)
-        for bundle in bundles:
-            rank = self.loads.index(min(self.loads))
-            self.loads[rank] += bundle_cost(bundle)
-            self.owner.update(dict.fromkeys(bundle, rank))
+        self.param_groups[-1]["params"].sort(key=matrix_cost, reverse=True)
+        for p in self.param_groups[-1]["params"]:
+            self.owner[p] = self.loads.index(min(self.loads))
+            self.loads[self.owner[p]] += matrix_cost(p)
 
     @torch.no_grad()
     def step(self, closure=None):
         """Update all parameters in place; return the loss of closure, if there is one."""
         loss = closure and torch.enable_grad()(closure)()
-        for group, bundles in zip(self.param_groups, self.bundles):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
             sent = []
-            for first in range(0, len(bundles), self.world_size):
-                together = bundles[first : first + self.world_size]
-                together = [[p for p in bundle if p.grad is not None] for bundle in together]
-                sizes = [sum(p.numel() for p in bundle) for bundle in together]
-                device = bundles[0][0].device
-                flat = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=device)
+            for first in range(0, len(params), self.world_size):
+                together = params[first : first + self.world_size]
+                sizes = [p.numel() for p in together]
+                flat = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
                 slots = flat.split(sizes)  # those of other ranks stay 0: the sum is exact
-                for bundle, slot in zip(together, slots):
-                    if bundle and self.owner[bundle[0]] == self.rank:
-                        slot.copy_(self.orthogonalized_momenta(bundle, group).flatten())
+                for p, slot in zip(together, slots):
+                    if self.owner[p] == self.rank:
+                        slot.copy_(self.orthogonalized_momentum(p, group).flatten())
                 work = self.world_size > 1 and dist.all_reduce(flat, async_op=True)
                 sent.append((work, together, slots))
             for work, together, slots in sent:
                 if work:
                     work.wait()
-                for bundle, slot in zip(together, slots):
-                    self.apply(bundle, slot, group)
+                for p, slot in zip(together, slots):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    scale = max(p.flatten(1).shape) ** 0.5  # makes the update's mean square 1
+                    p.add_(slot.view_as(p), alpha=-group["lr"] * scale)
         return loss
 
-    def orthogonalized_momenta(self, bundle, group):
-        """Advance a bundle's momenta; return them orthogonalized, (K, M, N) or (M, N) bf16."""
-        directions = []
-        for p in bundle:
-            if p not in self.state:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            momentum = self.state[p]["momentum_buffer"]
-            momentum.mul_(group["momentum"]).add_(p.grad)
-            nesterov = p.grad.add(momentum, alpha=group["momentum"])
-            directions.append(nesterov.flatten(1))
-        directions = torch.stack(directions) if len(bundle) > 1 else directions[0]
-        return zeropower_via_newtonschulz5(directions, self.dtype)
-
-    def apply(self, bundle, slot, group):
-        """Decay the parameters of a bundle and add their updates, which lie end to end in slot."""
-        for p, update in zip(bundle, slot.chunk(len(bundle) or 1)):
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            scale = max(p.flatten(1).shape) ** 0.5  # makes the update's mean square 1
-            p.add_(update.view_as(p), alpha=-group["lr"] * scale)
+    def orthogonalized_momentum(self, p, group):
+        """Advance the momentum of p; return it orthogonalized, (M, N) bf16."""
+        if p not in self.state:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momentum = self.state[p]["momentum_buffer"]
+        momentum.mul_(group["momentum"]).add_(p.grad)
+        nesterov = p.grad.add(momentum, alpha=group["momentum"])
+        return zeropower_via_newtonschulz5(nesterov.flatten(1), self.dtype)
 
     def load_state_dict(self, state_dict):
         """Load this rank's state_dict, or this rank's part of a gathered one."""
@@ -424,10 +422,10 @@ class Muon(torch.optim.Optimizer):
         return gathered
 
 
-def bundle_cost(bundle):
-    """Return the multiplications of an iteration on matrices of one shape."""
-    m, n = sorted(bundle[0].flatten(1).shape)
-    return len(bundle) * m * m * (m + 2 * n)
+def matrix_cost(p):
+    """Return the multiplications of an iteration on a matrix."""
+    m, n = sorted(p.flatten(1).shape)
+    return m * m * (m + 2 * n)
 
 
 def params_of(optimizer):
@@ -455,8 +453,7 @@ def check_shard(path):
 @dataclasses.dataclass
 class DistributedDataLoader:
     """The batches of a run: consecutive windows of all shards laid end to end, again and again.
-    Rank r takes the r-th equal part of a step's batch_size*T tokens; the token after the last is
-    only a target. RunError: bad shards or sizes."""
+    Rank r takes the r-th equal part of a step; one token more is a target. RunError: bad sizes."""
 
     pattern: str  # glob of the shards, sorted by name
     batch_size: int  # sequences a step, of all ranks
@@ -480,7 +477,8 @@ class DistributedDataLoader:
         self.total_tokens = self.ends[-1]
         self.contents = []  # of each shard: its size and a checksum of its first tokens
         for (size, _), end in zip(self.shards, self.ends):
-            self.contents.append((size, zlib.crc32(self.read(end - size, min(size, 10**5)))))
+            beginning = self.read(end - size, min(size, 10**5))
+            self.contents.append((size, zlib.crc32(beginning)))
         if len(set(self.contents)) < len(self.paths):
             raise RunError(f"{self.pattern!r} names a shard and a copy of it: remove one")
 
@@ -510,7 +508,8 @@ class DistributedDataLoader:
         tokens = self.read(first, local + 1)
         for i in range(0, local, self.T):
             odd = 2 * ((first + i) // self.T) + 1  # the hash knows each sequence's place
-            self.hash_sum += odd * zlib.crc32(tokens[i : i + self.T + 1])
+            sequence = tokens[i : i + self.T + 1]
+            self.hash_sum += odd * zlib.crc32(sequence)
         self.position += self.window
         tokens = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
         targets = tokens[1:].clone()  # evaluate changes them
@@ -546,11 +545,15 @@ def lr_multiplier(step, args):
 def build_optimizers(gpt, args, rank, world_size):
     """Return [AdamW, Muon], or any others: every parameter is in exactly one, else RunError."""
     matrices = [p for p in gpt.h.parameters() if p.ndim == 2]
-    others = [p for p in gpt.parameters() if p not in set(matrices)]
+    tables = [gpt.ngrams.weight] if gpt.ngrams else []
+    others = [p for p in gpt.parameters() if p not in {*matrices, *tables}]
     adamw = torch.optim.AdamW(others, args.learning_rate, (0.9, 0.95), weight_decay=0, fused=True)
     rate, momentum = args.muon_learning_rate, args.muon_momentum
     muon = Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=gpt.dtype)
     optimizers = [adamw, muon]
+    if tables:
+        torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad warns without a choice
+        optimizers.append(torch.optim.Adagrad(tables, args.learning_rate))
     if Counter(p for o in optimizers for p in params_of(o)) != Counter(gpt.parameters()):
         raise RunError("every parameter of the model must be in exactly one optimizer")
     return optimizers
@@ -563,15 +566,13 @@ def sum_over_ranks(tensor):
     return tensor
 
 
-def sync_gradients(optimizers):
-    """Sum gradients over the ranks: of a parameter that has an owner, on the owner alone."""
-    for optimizer in optimizers:
-        owner = getattr(optimizer, "owner", {})
-        for p in params_of(optimizer):
-            if p.grad is not None and p in owner:
-                dist.reduce(p.grad, dst=owner[p])
-            elif p.grad is not None:
-                dist.all_reduce(p.grad)
+def sync_gradients(model):
+    """Sum all gradients over the ranks in one all_reduce; a sparse one becomes dense."""
+    used = [p for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([p.grad.to_dense().flatten() for p in used])
+    dist.all_reduce(flat)
+    for p, total in zip(used, flat.split([p.numel() for p in used])):
+        p.grad = total.view_as(p)
 
 
 def micro_batch_size(sequences, most):
@@ -594,10 +595,11 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: 
         micro_loss.backward()
         loss += micro_loss.detach()
     gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
+    gradients = [g._values() if g.is_sparse else g for g in gradients]
     largest = torch.stack(torch._foreach_norm(gradients, math.inf))  # before ranks are mixed
     loss, largest_sum = sum_over_ranks(torch.stack([loss, largest.max()]))
     if world_size > 1:
-        sync_gradients(optimizers)
+        sync_gradients(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_scale
@@ -636,7 +638,8 @@ class Log:
             if self.path.exists() and not args.resume:
                 raise RunError(f"{self.path} exists: pass --resume=auto or another --run_id")
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.outputs = [open(self.path, "a", buffering=1), sys.stdout or open(os.devnull, "w")]
+            terminal = sys.stdout or open(os.devnull, "w")
+            self.outputs = [open(self.path, "a", buffering=1), terminal]
             try:
                 fcntl.flock(self.outputs[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -660,7 +663,8 @@ class Log:
     def progress(self, step, result, more="", show=True):
         """Log a result after so many steps, with the training time until then."""
         ms = 1000 * self.seconds["train"]
-        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        average = ms / max(step, 1)
+        times = f"train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
         self(f"step:{step}/{self.num_iterations} {result} {times}{more}", show)
 
     def header(self, args, gpt, optimizers, train_loader, val_loader):
@@ -723,17 +727,11 @@ def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
     """Write what a run needs to go on; keep its newest. All ranks must call it; rank 0 writes."""
     name = f"state_step{step:06d}.pt"
     files = list(dict.fromkeys([*log.files, name]))
-    state = dict(
-        step=step,
-        files=files[-args.keep_checkpoints :],
-        train_seconds=log.seconds["train"],
-        hyperparameters=vars(args),
-        val_hash=log.val_hash,
-        model=gpt.state_dict(),
-        train_loader=train_loader.state_dict(),
-        optimizers=[getattr(o, "gathered_state_dict", o.state_dict)() for o in optimizers],
-        optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
-    )
+    state = dict(step=step, files=files[-args.keep_checkpoints :], model=gpt.state_dict())
+    state.update(hyperparameters=vars(args), train_loader=train_loader.state_dict())
+    state.update(val_hash=log.val_hash, train_seconds=log.seconds["train"])
+    state["optimizers"] = [getattr(o, "gathered_state_dict", o.state_dict)() for o in optimizers]
+    state["optimizer_names"] = [type(optimizer).__name__ for optimizer in optimizers]
     if log.outputs and write_checkpoint(state, log.folder / name, log):  # rank 0 has outputs
         log.files = state["files"]
         for old in files[: -args.keep_checkpoints]:
@@ -819,7 +817,10 @@ def product_dtype(args, device):
 
 def open_data(args, rank, world_size, device):
     """Return (train_loader, val_loader). Raises RunError for a plan that cannot work."""
-    parameters = args.n_embd * (args.vocab_size + 12 * args.n_layer * args.n_embd)
+    rows = args.vocab_size + 12 * args.n_layer * args.n_embd
+    if args.ngrams:
+        rows += args.ngram_rows
+    parameters = args.n_embd * rows
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 12  # with optimizers
     if parameters > room or args.n_layer > 1000:
         raise RunError(f"more than 1000 layers, or {parameters} parameters: {room} fit in memory")
@@ -859,7 +860,7 @@ def check_ranks_agree(what, value):
 def warm_up(gpt, args, val_loader):
     """Compile by a validation and a training pass; return the seconds of a second training pass."""
     functorch_config.activation_memory_budget = 0.8  # cheap activations are computed again
-    gpt.compile(dynamic=False, fullgraph=True, disable=not args.compile)
+    gpt.compile(dynamic=False, fullgraph=not args.ngrams, disable=not args.compile)
     inputs, targets = val_loader.next_batch()
     with torch.no_grad():
         gpt(inputs, targets)
@@ -899,8 +900,8 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
     def validate(step):
         with log.timed("validation"):
             loss = evaluate(gpt, val_loader, args.val_tokens)
-            weights = nn.utils.parameters_to_vector(gpt.parameters())
-            check_ranks_agree("weights", weights.view(torch.int32).sum().item())
+            weights = sum(p.view(torch.int32).sum() for p in gpt.parameters())
+            check_ranks_agree("weights", weights.item())
             data_hash = train_loader.data_hash()
         log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash}")
         return loss
@@ -959,11 +960,10 @@ def main(args, stop=lambda: False):
         log(f"resume={args.resume}: going on after step {first_step}")
     log("warming up, up to a minute; at step 0 the loss is high: tied weights predict the input")
     with log.timed("compile"):
-        seconds = warm_up(gpt, args, loaders[1]) * loaders[0].window / loaders[1].window
+        seconds = warm_up(gpt, args, loaders[1])
+    seconds *= loaders[0].window / loaders[1].window  # of a step
     left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
-    log(f"about {seconds:.2g} s a step, {left} in all, {loaders[0].window / seconds:.0f} tokens/s")
-    if left.days:
-        log("that is days: --preset=laptop takes minutes")
+    log(f"about {seconds:.2g} s a step, {left} in all")
     val_loss = train(args, log, gpt, optimizers, *loaders, first_step, stop)
     if val_loss is not None:
         log.summary(args, loaders[0], gpt, val_loss)
