@@ -15,7 +15,7 @@ from torch import nn
 import train_gpt2
 from train_gpt2 import GPT, Hyperparameters, Muon, zeropower_via_newtonschulz5
 
-# six of one shape: a bundle of four and one of two; a parameter of four dimensions is a matrix too
+# six of one shape; a parameter of four dimensions is a matrix too
 SHAPES = [(16, 16), (64, 16), (16, 64), (8, 8), (4, 24), (3, 1), (1, 5), (6, 2, 3, 1)]
 SHAPES = SHAPES + [(16, 16)] * 5
 
@@ -187,7 +187,7 @@ def three_steps(rank, world_size, dtype, skip=()):
     )
 
 
-# none; one and all of a bundle, and others; all of several rounds; all
+# none; some of a round, and others; all of several rounds; all
 SKIPS = [(), (0, 4), (8, 9, 10, 0, 3), tuple(range(1, len(SHAPES))), tuple(range(len(SHAPES)))]
 
 
@@ -223,7 +223,7 @@ def test_a_missing_gradient_leaves_the_parameter_alone(skip):
 
 
 def test_a_gradient_may_come_and_go():
-    """A matrix without one for a step keeps its momentum; the others of its bundle go on."""
+    """A matrix without one for a step keeps its momentum; the others go on."""
     params, lone = make_parameters([(16, 16)] * 4), make_parameters([(16, 16)] * 4)
     muon, one = Muon(params, lr=0.02), Muon(lone, lr=0.02)
     for step, skip in enumerate([(), (1, 2), ()]):
@@ -430,13 +430,13 @@ def test_more_ranks_than_matrices():
     assert sorted(muon.owner.values()) == [0, 1, 2]
 
 
-def test_small_matrices_of_one_shape_go_in_bundles_of_four():
-    """The most expensive first; large ones alone."""
-    muon = Muon(on_meta([(8, 8)] * 6 + [(8, 16), (513, 512), (513, 512)]), lr=0.1)
-    (bundles,) = muon.bundles
-    shapes = [[tuple(p.shape) for p in bundle] for bundle in bundles]
-    large = [[(513, 512)]] * 2
-    assert shapes == [*large, [(8, 8)] * 4, [(8, 8)] * 2, [(8, 16)]]
+def test_the_most_expensive_matrices_are_dealt_and_sent_first():
+    """Whatever order they are given in; equal ones keep theirs."""
+    params = on_meta([(8, 8), (8, 16), (64, 8), (8, 8)])
+    muon = Muon(params, lr=0.1, world_size=2)
+    shapes = [tuple(p.shape) for p in muon.param_groups[0]["params"]]
+    assert shapes == [(64, 8), (8, 16), (8, 8), (8, 8)]
+    assert [muon.owner[p] for p in params] == [1, 1, 0, 1]
 
 
 # -----------------------------------------------------------------------------
