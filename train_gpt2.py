@@ -200,8 +200,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):  # (B, T, C)
         q = self.rotary(norm(self.heads(self.c_q(x))))
         k = norm(self.heads(self.c_k(x)))
-        k = F.pad(k, (0, 0, self.key_offset, -self.key_offset))  # zeros come first
-        k = self.rotary(k)
+        k = self.rotary(F.pad(k, (0, 0, self.key_offset, 0))[:, :, : k.size(2)])  # zeros first
         v = self.heads(self.c_v(x))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -243,7 +242,7 @@ class NgramTable(nn.Module):
         hashes = inputs
         rows = []
         for distance in range(1, self.longest):
-            earlier = F.pad(inputs, (distance, -distance))
+            earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]  # zeros come first
             hashes = hashes * 1000003 + earlier + 1  # modulo 2**64
             rows.append(hashes % len(self.weight))
         rows = torch.stack(rows, dim=-1).flatten(0, 1)  # (B * T, longest - 1)
@@ -359,11 +358,12 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         """Deal the group's matrices to the ranks, the most expensive first."""
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
+        params = self.param_groups[-1]["params"]
+        for p in params:
             if p.ndim < 2:
                 raise ValueError(f"Muon takes matrices, not a parameter of shape {tuple(p.shape)}")
-        self.param_groups[-1]["params"].sort(key=matrix_cost, reverse=True)
-        for p in self.param_groups[-1]["params"]:
+        params.sort(key=matrix_cost, reverse=True)
+        for p in params:
             self.owner[p] = self.loads.index(min(self.loads))
             self.loads[self.owner[p]] += matrix_cost(p)
 

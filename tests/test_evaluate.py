@@ -49,10 +49,8 @@ ITEMS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The folder of a run on the bytes of DOCUMENTS, in float32; its model.pt and checkpoints."""
-    folder = tmp_path_factory.mktemp("evaluate")
+def train(folder, **pieces):
+    """Train on the bytes of DOCUMENTS in float32; return the folder of model.pt and checkpoints."""
     tokens = [token for text in DOCUMENTS for token in (256, *text.encode())]
     write_shard(folder / "train_0.bin", tokens[1000:])
     write_shard(folder / "val_0.bin", tokens[:200])
@@ -63,13 +61,30 @@ def trained(tmp_path_factory):
             learning_rate=0.02, muon_learning_rate=0.01, val_loss_every=0, val_tokens=VAL_TOKENS,
             save_every=8, device="cpu", compile=False, dtype="float32", allow_repeat=True,
             train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin",
-            log_dir=f"{folder}/logs", run_id="r",
+            log_dir=f"{folder}/logs", run_id="r", **pieces,
         )
     )  # fmt: skip
     return folder / "logs" / "r"
 
 
 @pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("evaluate"))
+
+
+@pytest.fixture(scope="module")
+def with_pieces(tmp_path_factory):
+    """The folder of a run with n-grams and a key offset."""
+    pieces = dict(ngrams=3, ngram_rows=997, key_offset=1)
+    return train(tmp_path_factory.mktemp("pieces"), **pieces)
+
+
+@pytest.fixture(params=["plain", "with_pieces"])
+def trained(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
 def gpt(trained):
     return weights.load(trained / "model.pt")[0]
 
@@ -269,7 +284,7 @@ def by_hand(gpt, item):
     return sums, means
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def wide(tmp_path_factory, trained):
     """The trained weights in a model with room for a whole item; (path, GPT)."""
     state = weights.read(trained / "model.pt")
@@ -384,6 +399,7 @@ def hub(monkeypatch, tmp_path):
         server.shutdown()
 
 
+@pytest.mark.parametrize("trained", ["plain"], indirect=True)
 def test_hellaswag_comes_from_the_hub_once(hub, wide, tmp_path):
     """The whole command, as on a command line: a text from standard input, too."""
     revision = "f" * 40

@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import copy
 import http.server
 import json
 import os
@@ -16,6 +17,7 @@ import huggingface_hub
 import modeling_gpt2_speedrun
 import pytest
 import report
+import sample
 import torch
 import transformers
 import weights
@@ -23,13 +25,20 @@ from conftest import ROOT, SHARED_DATA, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+)
 
 import train_gpt2
 from train_gpt2 import GPT, Hyperparameters, Log, main, write_checkpoint
 
 TEXT = "for i in range(10):\n    print(i)\n" * 200
 T = 32  # sequence_length
+PIECES = dict(ngrams=3, ngram_rows=997, key_offset=1)
 many = settings(deadline=None, max_examples=200)
 
 
@@ -45,10 +54,8 @@ def no_traces(tmp_path_factory):
         yield
 
 
-@pytest.fixture(scope="module")
-def logs(tmp_path_factory):
-    """A folder with w.txt, w/model.pt and w/state_step000040.pt of a run on bytes."""
-    folder = tmp_path_factory.mktemp("export")
+def train(folder, **pieces):
+    """Train on bytes; return a folder with w.txt, w/model.pt and w/state_step000040.pt."""
     tokens = [256, *TEXT.encode()]
     write_shard(folder / "train_0.bin", tokens)
     write_shard(folder / "val_0.bin", tokens[:1000])
@@ -58,29 +65,72 @@ def logs(tmp_path_factory):
             num_iterations=60, warmdown_iters=30, learning_rate=0.02, muon_learning_rate=0.005,
             val_loss_every=30, val_tokens=320, save_every=40, keep_checkpoints=9, device="cpu",
             compile=False, allow_repeat=True, train_files=f"{folder}/train_*.bin",
-            val_files=f"{folder}/val_*.bin", log_dir=f"{folder}/logs", run_id="w",
+            val_files=f"{folder}/val_*.bin", log_dir=f"{folder}/logs", run_id="w", **pieces,
         )
     )  # fmt: skip
     return folder / "logs"
 
 
-@pytest.fixture(scope="module")
-def gpt(logs):
+def load_gpt(logs):
     return weights.load(logs / "w" / "model.pt", dtype=torch.float32)[0].requires_grad_(False)
 
 
-@pytest.fixture(scope="module")
-def folder(logs):
-    """The export of that run."""
+def export_of(logs):
     export.export(logs / "w" / "model.pt", logs.parent / "exported")
     return logs.parent / "exported"
 
 
-@pytest.fixture(scope="module")
-def model(folder):
-    """The export as its users load it."""
+def load_model(folder):
+    """Load an export as its users do."""
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("export"))
+
+
+@pytest.fixture(scope="module")
+def gpt(logs):
+    return load_gpt(logs)
+
+
+@pytest.fixture(scope="module")
+def folder(logs):
+    return export_of(logs)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def pieces_logs(tmp_path_factory):
+    """As logs, of a run with n-grams and a key offset."""
+    return train(tmp_path_factory.mktemp("pieces"), **PIECES)
+
+
+@pytest.fixture(scope="module")
+def pieces_gpt(pieces_logs):
+    return load_gpt(pieces_logs)
+
+
+@pytest.fixture(scope="module")
+def pieces_folder(pieces_logs):
+    return export_of(pieces_logs)
+
+
+@pytest.fixture(scope="module")
+def pieces_model(pieces_folder):
+    return load_model(pieces_folder)
+
+
+@pytest.fixture(params=["", "pieces_"], ids=["plain", "pieces"])
+def pair(request):
+    """Each of the two exports, loaded, and its GPT."""
+    return tuple(request.getfixturevalue(request.param + name) for name in ("model", "gpt"))
 
 
 @pytest.fixture(scope="module")
@@ -129,15 +179,17 @@ def close(a, b):
 
 
 @pytest.mark.parametrize("length", [1, 5, T])
-def test_logits_are_those_of_gpt(length, model, gpt):
+def test_logits_are_those_of_gpt(length, pair):
+    model, gpt = pair
     inputs = tokens_of(3, length)
     logits = model(inputs).logits
     assert logits.dtype == torch.float32 and close(logits, gpt(inputs))
     assert close(model(inputs, logits_to_keep=1).logits, logits[:, -1:])
 
 
-def test_labels_give_gpts_loss(model, gpt):
+def test_labels_give_gpts_loss(pair):
     """The labels are the inputs: the model itself takes the next token for each."""
+    model, gpt = pair
     tokens = tokens_of(3, T)
     targets = tokens[:, 1:].clone()
     targets[0, :9] = -1
@@ -157,8 +209,9 @@ def test_the_cache_changes_nothing(sizes, model, gpt):
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_padding_changes_nothing(left, model, gpt):
+def test_padding_changes_nothing(left, pair):
     """Neither does what stands there, nor a whole row of it; each position sees some key."""
+    model, gpt = pair
     tokens, padding = tokens_of(1, 9), [20, 0, 3]
     rows, masks = [], []
     for count in padding:
@@ -174,9 +227,10 @@ def test_padding_changes_nothing(left, model, gpt):
         assert close(row[mask[0] > 0], gpt(tokens[:, count % 9 :])[0])
 
 
-def test_bfloat16_weights_give_float32_logits_nearby(folder, model):
+def test_bfloat16_weights_give_float32_logits_nearby(pair):
+    model, _ = pair
     inputs = tokens_of(2, T)
-    low = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+    low = copy.deepcopy(model).to(torch.bfloat16)
     logits = low(inputs).logits
     assert low.dtype == torch.bfloat16 and logits.dtype == torch.float32
     assert torch.allclose(logits, model(inputs).logits, atol=0.5)
@@ -200,8 +254,9 @@ def greedy(gpt, text, count):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_generated_text_is_that_of_the_argmax(use_cache, model, gpt, tokenizer):
-    """Also of several prompts at once, which are padded at the left."""
+def test_generated_text_is_that_of_the_argmax(use_cache, pair, tokenizer):
+    """Also of several prompts at once, which are padded at the left; and it is sample.py's."""
+    model, gpt = pair
     prompts = ["for i in range(10", "pri", "ß (1"]
     for group in [prompts, *([prompt] for prompt in prompts)]:
         leading = [tokenizer.bos_token + prompt for prompt in group]
@@ -210,9 +265,74 @@ def test_generated_text_is_that_of_the_argmax(use_cache, model, gpt, tokenizer):
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         assert texts == [greedy(gpt, prompt, 14) for prompt in group]
     assert greedy(gpt, prompts[0], 14) == "for i in range(10):\n    print(i"
+    for prompt in "", *prompts:
+        tokens = [256, *prompt.encode()]
+        more = sample.generate(gpt, tokens, 14, lambda logits: logits.argmax().item(), T, 257)
+        assert prompt + bytes(more).decode() == greedy(gpt, prompt, 14)
 
 
-def test_it_can_be_trained_and_saved_again(folder, tmp_path):
+def test_beams_are_the_same_with_and_without_padding_and_cache(pair, tokenizer):
+    model, _ = pair
+    inputs = tokenizer(
+        ["<|endoftext|>for i in", "<|endoftext|>p"], return_tensors="pt", padding=True
+    )
+    options = dict(max_new_tokens=14, num_beams=3, do_sample=False)
+    together = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, use_cache=False), together)
+    configured = GenerationConfig(**options, use_cache=True)
+    assert torch.equal(model.generate(**inputs, generation_config=configured), together)
+    assert configured.use_cache
+    for ids, mask, expected in zip(inputs["input_ids"], inputs["attention_mask"], together):
+        alone = model.generate(ids[mask > 0][None], **options)
+        assert alone[0].tolist() == expected[(mask == 0).sum() :].tolist()
+
+
+def test_a_model_with_pieces_has_no_cache(model, pieces_model):
+    """Whatever asks for one: tokens would be wrong without those before."""
+    tokens = tokens_of(1, 5)
+    assert model(tokens).past_key_values.get_seq_length() == 5
+    assert model.config.use_cache and model.generation_config.use_cache is None
+    assert not pieces_model.config.use_cache and pieces_model.generation_config.use_cache is False
+    assert pieces_model(tokens, use_cache=True).past_key_values is None
+    cache = DynamicCache()
+    with pytest.raises(ValueError, match=r"give all tokens each time, without past_key_values$"):
+        pieces_model(tokens, past_key_values=cache)
+    for option in (
+        dict(past_key_values=cache),
+        dict(prefill_chunk_size=2),
+        {"use_cache": True, "prompt_lookup_num_tokens": 2},
+    ):
+        with pytest.raises(ValueError, match=r"all tokens|cache"):
+            pieces_model.generate(tokens, max_new_tokens=4, **option)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ngrams, key_offset", [(1, 0), (2, 0), (0, 1), (6, 3)])
+def test_pieces_of_any_size_at_any_length(ngrams, key_offset, tmp_path):
+    """Also of sequences that are shorter than an n-gram or the offset, with and without padding."""
+    shape = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=8, sequence_length=9, ngram_rows=61)
+    shape.update(ngrams=ngrams, key_offset=key_offset)
+    gpt = GPT(Hyperparameters(**shape))
+    for p in gpt.parameters():
+        torch.nn.init.normal_(p, std=0.5, generator=torch.Generator().manual_seed(p.numel()))
+    save(tmp_path / "logs" / "x" / "model.pt", gpt, **shape)
+    export.export(tmp_path / "logs" / "x" / "model.pt", tmp_path / "out")
+    model = load_model(tmp_path / "out")
+    assert (model.ngrams is None) == (ngrams < 2)
+    for length in range(1, 10):
+        tokens = tokens_of(3, length)
+        expected = gpt(tokens)
+        assert torch.allclose(model(tokens).logits, expected, atol=1e-4)
+        padded = torch.nn.functional.pad(tokens, (9 - length, 0), value=7)
+        mask = torch.ones_like(padded)
+        mask[:, : 9 - length] = 0
+        logits = model(padded, attention_mask=mask).logits[:, 9 - length :]
+        assert torch.allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["folder", "pieces_folder"])
+def test_it_can_be_trained_and_saved_again(name, request, tmp_path):
+    folder = request.getfixturevalue(name)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).train()
     tokens = tokens_of(2, T)
     loss = model(tokens, labels=tokens).loss
@@ -252,15 +372,55 @@ def test_the_configuration_is_the_runs(folder):
     assert config.max_position_embeddings == T and config.hidden_size == 32
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (256, 256, 256)
     defaults = modeling_gpt2_speedrun.GPT2SpeedrunConfig()
-    for name in "vocab_size", "n_layer", "n_head", "n_embd", "sequence_length":
+    shape = "vocab_size", "n_layer", "n_head", "n_embd", "sequence_length"
+    for name in *shape, *PIECES:
         assert getattr(defaults, name) == getattr(Hyperparameters(), name)
+
+
+def test_a_configuration_from_before_the_pieces_has_none(folder, model, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in PIECES:
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    earlier = load_model(tmp_path)
+    tokens = tokens_of(2, T)
+    assert torch.equal(earlier(tokens).logits, model(tokens).logits) and earlier.config.use_cache
+
+
+def test_the_files_of_a_model_with_pieces(pieces_folder, pieces_gpt):
+    config = AutoConfig.from_pretrained(pieces_folder, trust_remote_code=True)
+    assert {name: getattr(config, name) for name in PIECES} == PIECES
+    with safe_open(pieces_folder / "model.safetensors", "pt") as file:
+        table = file.get_tensor("ngrams.weight")
+    assert torch.equal(table, pieces_gpt.ngrams.weight) and table.any()
+    card = (pieces_folder / "README.md").read_text()
+    parts = (
+        f"of {32_800 + 997 * 32:,} parameters",
+        "of 997 rows",
+        "n-gram of 2 to 3 tokens",
+        ("\n- The key of each position is that of 1 position before;"),
+        "\n- So it keeps no cache",
+    )
+    for part in parts:
+        assert part in card
+
+
+@pytest.mark.parametrize("name", ["NgramTable.forward", "Attention.offset"])
+def test_another_piece_is_not_exported(name, pieces_logs, tmp_path, monkeypatch):
+    change = {"NgramTable.forward": lambda *_: 0.0, "Attention.offset": lambda self, k, real: k}
+    owner, _, method = name.partition(".")
+    monkeypatch.setattr(getattr(modeling_gpt2_speedrun, owner), method, change[name])
+    with pytest.raises(ValueError, match=r"differ from those of train_gpt2\.py's GPT by"):
+        export.export(pieces_logs / "w" / "model.pt", tmp_path / "out")
 
 
 def test_the_code_of_the_export_needs_torch_and_transformers_alone(folder):
     tree = ast.parse((folder / export.MODELING).read_text())
     nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
     names = {getattr(node, "module", None) or node.names[0].name for node in nodes}
-    assert {name.split(".")[0] for name in names} == {"torch", "transformers"}
+    assert {name.split(".")[0] for name in names} == {"copy", "torch", "transformers"}
     assert not any(getattr(node, "level", 0) for node in nodes)
 
 
@@ -402,7 +562,7 @@ def test_the_card_says_what_the_log_says(logs, folder):
     not_shown = "log_dir", "resume", "run_id"
     logged = re.findall(r"^hyperparameter (\w+)(=.*)$", log, re.M)
     assert shown == [name + value for name, value in logged if name not in not_shown]
-    assert "no result" not in card
+    assert "no result" not in card and "n-gram" not in card and "cache" not in card
     data = huggingface_hub.ModelCard(card).data
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
 

@@ -21,10 +21,8 @@ from train_gpt2 import GPT, Hyperparameters, RunError, main
 TEXT = "for i in range(10):\n    print(i)\n" * 200
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with logs/w/model.pt of a run on bytes."""
-    folder = tmp_path_factory.mktemp("sample")
+def train(folder, **pieces):
+    """Train on bytes; return the folder, with logs/w/model.pt."""
     tokens = [256, *TEXT.encode()]
     write_shard(folder / "train_0.bin", tokens)
     write_shard(folder / "val_0.bin", tokens[:1000])
@@ -34,10 +32,27 @@ def trained(tmp_path_factory):
             num_iterations=60, warmdown_iters=30, learning_rate=0.02, muon_learning_rate=0.005,
             val_loss_every=0, val_tokens=320, device="cpu", compile=False, allow_repeat=True,
             train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin",
-            log_dir=f"{folder}/logs", run_id="w",
+            log_dir=f"{folder}/logs", run_id="w", **pieces,
         )
     )  # fmt: skip
     return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("sample"))
+
+
+@pytest.fixture(scope="module")
+def with_pieces(tmp_path_factory):
+    """As trained, of a run with n-grams and a key offset."""
+    pieces = dict(ngrams=3, ngram_rows=997, key_offset=1)
+    return train(tmp_path_factory.mktemp("pieces"), **pieces)
+
+
+@pytest.fixture(params=["trained", "with_pieces"])
+def either(request):
+    return request.getfixturevalue(request.param)
 
 
 def written(folder, *arguments):
@@ -51,14 +66,15 @@ def test_a_trained_model_writes_what_it_has_read(trained):
     assert text.startswith("for i") and "(10):\n    print(i)\n" in text
 
 
-def test_greedy_samples_are_the_argmax_of_the_whole_model(trained):
-    """Beyond sequence_length, too, where it sees the last tokens."""
-    gpt, *_ = weights.load(weights.find(trained / "logs" / "w"), dtype=torch.float32)
-    tokens = [256, *b"pri"]
+@pytest.mark.parametrize("prompt", ["pri", ""])
+def test_greedy_samples_are_the_argmax_of_the_whole_model(either, prompt):
+    """Beyond sequence_length, too, where it sees the last tokens and no n-gram of others."""
+    gpt, *_ = weights.load(weights.find(either / "logs" / "w"), dtype=torch.float32)
+    tokens = [256, *prompt.encode()]
     for _ in range(50):
         with torch.no_grad():
             tokens.append(gpt(torch.tensor([tokens[-32:]]))[0, -1].argmax().item())
-    text = written(trained, "pri", "--temperature=0", "--tokens=50")
+    text = written(either, prompt, "--temperature=0", "--tokens=50")
     assert text == bytes(tokens[1:]).decode() + "\n"
 
 
@@ -174,9 +190,9 @@ def test_the_command_line_streams_and_ends_in_a_sentence(trained):
     assert done.returncode == 1 and done.stderr.count("\n") == 1
 
 
-def test_weights_are_those_of_the_training(trained):
+def test_weights_are_those_of_the_training(either):
     """model.pt holds the last weights: their loss is the run's."""
-    gpt, args, state = weights.load(weights.find(trained / "logs" / "w"))
+    gpt, args, state = weights.load(weights.find(either / "logs" / "w"))
     loader = train_gpt2.DistributedDataLoader(args.val_files, 8, 32, 0, 1, torch.device("cpu"))
     assert train_gpt2.evaluate(gpt, loader, 320) == pytest.approx(state["val_loss"], rel=1e-6)
     assert np.isfinite(state["val_loss"])

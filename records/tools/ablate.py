@@ -12,8 +12,10 @@ rule corrects for the number of arms. A positive difference: the best settings a
 """
 
 import argparse
+import math
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -69,13 +71,21 @@ def script_of(diff, folder):
 
 
 def has_result(log):
-    """Return whether a log holds a whole run; one that was killed is removed, to be run anew."""
+    """Return whether a log holds a whole run. What a killed one left is removed, to run it anew."""
     if not log.exists():
         return False
     if re.search(r"^result ", log.read_text(), flags=re.M):
         return True
     log.unlink()
+    shutil.rmtree(log.with_suffix(""), ignore_errors=True)  # its checkpoints
     return False
+
+
+def train(script, argv):
+    """Run a training script; return its exit status."""
+    return subprocess.run(
+        [sys.executable, script, *argv], cwd=ROOT, stdout=subprocess.PIPE
+    ).returncode
 
 
 def run_all(options):
@@ -92,10 +102,10 @@ def run_all(options):
                 run_id = f"{name.replace(' ', '_')}_seed{seed}"
                 if has_result(out / f"{run_id}.txt"):
                     continue
-                argv = [sys.executable, str(scripts[name]), *shlex.split(options.best), *settings]
-                argv += [f"--seed={seed}", f"--run_id={run_id}", f"--log_dir={out}"]
-                done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=sys.stderr)
-                require(done.returncode == 0, f"{name}, seed {seed}, failed: see above")
+                argv = [*shlex.split(options.best), *settings]
+                argv += [f"--seed={seed}", f"--run_id={run_id}", f"--log_dir={out.resolve()}"]
+                status = train(scripts[name], argv)
+                require(status == 0, f"{name}, seed {seed}, failed: see above")
                 remove_weights(out / run_id)
                 print(f"{run_id}: {read(out / f'{run_id}.txt').val_loss:.4f}", flush=True)
 
@@ -123,12 +133,13 @@ def collect(folder):
 
 
 def holm(values):
-    """Return p-values corrected by Holm's rule, in the order given."""
-    corrected = np.empty(len(values))
+    """Return p-values corrected by Holm's rule, in the order given; NaN stays, and counts."""
+    corrected = np.full(len(values), math.nan)
     highest = 0.0
-    for rank, i in enumerate(np.argsort(values)):
-        highest = max(highest, min(1.0, values[i] * (len(values) - rank)))
-        corrected[i] = highest
+    for rank, i in enumerate(np.argsort(values)):  # NaN comes last
+        if not math.isnan(values[i]):
+            highest = max(highest, min(1.0, values[i] * (len(values) - rank)))
+            corrected[i] = highest
     return corrected.tolist()
 
 
@@ -136,9 +147,9 @@ def difference(runs, best):
     """Return (mean, half of its 95% interval, p) of an arm's losses minus the best's, by seed."""
     values = [runs[seed].val_loss - best[seed].val_loss for seed in sorted(best)]
     require(len(values) > 1, "one seed shows no spread: give --seeds=2 or more")
-    error = stats.sem(values)
-    half = error * stats.t.ppf(0.975, len(values) - 1)
-    return statistics.mean(values), half, stats.ttest_1samp(values, 0).pvalue
+    half = stats.sem(values) * stats.t.ppf(0.975, len(values) - 1)
+    p = stats.ttest_1samp(values, 0).pvalue if half > 0 else math.nan  # no run differs
+    return statistics.mean(values), half, p
 
 
 def median_ms(runs):
@@ -166,7 +177,14 @@ def table(arms):
         ratio = statistics.median(step_ms(arms[name][s]) / step_ms(best[s]) for s in best)
         interval = f"{change:+.4f} ({change - half:+.4f} to {change + half:+.4f})"
         rows.append(
-            [name, f"{mean + change:.4f}", interval, f"{p:.2g}", f"{ms:.1f}", f"{ratio:.2f}"]
+            [
+                name,
+                f"{mean + change:.4f}",
+                interval,
+                "n/a" if math.isnan(p) else f"{p:.2g}",
+                f"{ms:.1f}",
+                f"{ratio:.2f}",
+            ]
         )
     head = ["arm", "val loss", "difference (95%)", "p, corrected", "ms a step", "ratio"]
     steps = next(iter(best.values())).last

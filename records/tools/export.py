@@ -27,7 +27,7 @@ with packages():
     import torch
     import transformers
     import weights
-    from modeling_gpt2_speedrun import GPT2SpeedrunForCausalLM
+    from modeling_gpt2_speedrun import GPT2SpeedrunConfig, GPT2SpeedrunForCausalLM
     from report import command
     from safetensors.torch import save
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -156,6 +156,27 @@ def training_lines(state, run):
         yield f"The run has no result, by its log: {run.fault}."
 
 
+def piece_lines(settings):
+    """Return the items of the model card on the pieces that not every model has."""
+    longest, offset = settings.get("ngrams", 0), settings.get("key_offset", 0)
+    lines = []
+    if longest > 1:
+        sizes = "2 tokens" if longest == 2 else f"2 to {longest} tokens"
+        lines.append(
+            f"A table of {settings['ngram_rows']:,} rows adds to the embedding of each token one "
+            f"row for each\n  n-gram of {sizes} that ends there, by its hash. The parameters "
+            f"count it."
+        )
+    if offset:
+        places = "1 position" if offset == 1 else f"{offset} positions"
+        lines.append(f"The key of each position is that of {places} before; the first are zeros.")
+    if lines:
+        lines.append(
+            "So it keeps no cache of keys and values: each new token takes a pass over all tokens."
+        )
+    return lines
+
+
 def card_of(name, state, run, encoding, parameters):
     """Return the model card, README.md; name: of the model on the Hub, or of its folder."""
     settings = state["hyperparameters"]
@@ -163,6 +184,7 @@ def card_of(name, state, run, encoding, parameters):
     shown = "\n".join(f"{k}={v!r}" for k, v in settings.items() if k not in PRIVATE)
     sources = "the weights and the log of the run" if run else "the weights alone"
     sizes = "{n_layer} layers, {n_head} attention heads, {n_embd} channels".format(**settings)
+    pieces = "".join(f"- {line}\n" for line in piece_lines(settings))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -200,7 +222,7 @@ print(tokenizer.decode(outputs[0], skip_special_tokens=True))
 - Size: {sizes}; at most {settings["sequence_length"]:,} tokens.
 - Unlike OpenAI's GPT-2 it has rotary positions, RMSNorm without gain, normalised queries and keys,
   ReLU^2 and no biases; as in GPT-2 the embedding is also the head. The weights are float32.
-- The encoding is `{encoding.name}`, with {encoding.n_vocab:,} ids; `{END_OF_TEXT}`, id
+{pieces}- The encoding is `{encoding.name}`, with {encoding.n_vocab:,} ids; `{END_OF_TEXT}`, id
   {encoding.eot_token}, leads each document.
 - It was trained to predict the next token, and for nothing else.
 
@@ -238,6 +260,7 @@ def write_model(folder, gpt, args, encoding):
     module = Path(MODELING).stem
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), encoding.eot_token)
     shape = "vocab_size", "n_layer", "n_head", "n_embd", "sequence_length"
+    pieces = "ngrams", "ngram_rows", "key_offset"
     config = {
         "model_type": "gpt2_speedrun",
         "architectures": ["GPT2SpeedrunForCausalLM"],
@@ -245,14 +268,16 @@ def write_model(folder, gpt, args, encoding):
             "AutoConfig": f"{module}.GPT2SpeedrunConfig",
             "AutoModelForCausalLM": f"{module}.GPT2SpeedrunForCausalLM",
         },
-        **{name: getattr(args, name) for name in shape},
+        **{name: getattr(args, name) for name in shape + pieces},
         "tie_word_embeddings": True,
         "dtype": "float32",
     }
     write_json(folder / "config.json", config | tokens)
     # ids above the encoding's are padding of the vocabulary, which no text has
-    padding = [*range(encoding.n_vocab, args.vocab_size)] or None
-    write_json(folder / "generation_config.json", tokens | {"suppress_tokens": padding})
+    generation = {"suppress_tokens": [*range(encoding.n_vocab, args.vocab_size)] or None}
+    if not GPT2SpeedrunConfig(**{name: getattr(args, name) for name in pieces}).can_cache:
+        generation["use_cache"] = False
+    write_json(folder / "generation_config.json", tokens | generation)
     return sum(tensor.numel() for tensor in tensors.values())
 
 
@@ -281,6 +306,8 @@ def check(folder, gpt, args, encoding):
     generator = torch.Generator().manual_seed(0)
     shape = 2, min(args.sequence_length, 128)
     inputs = torch.randint(args.vocab_size, shape, generator=generator)
+    known = tokenizer.encode(text, verbose=False)[: shape[1]]
+    inputs[1, : len(known)] = torch.tensor(known)  # n-grams of a text, too
     expected = gpt(inputs)
     difference = (model(inputs).logits - expected).abs().max().item()
     require(

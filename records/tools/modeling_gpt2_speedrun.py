@@ -7,6 +7,8 @@ transformers, no other file, and computes what GPT in train_gpt2.py computes. Sh
 T new tokens, S = T plus the cached ones, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,6 +33,9 @@ class GPT2SpeedrunConfig(PretrainedConfig):
         n_head=6,  # attention heads
         n_embd=768,  # channels
         sequence_length=1024,  # tokens that the model sees at most: those of its training
+        ngrams=0,  # a table adds a row to the embedding for each n-gram of 2 to so many tokens
+        ngram_rows=2**18,  # of that table; n-grams share them by their hash
+        key_offset=0,  # positions from a key to its value
         use_cache=True,
         **others,
     ):
@@ -39,8 +44,16 @@ class GPT2SpeedrunConfig(PretrainedConfig):
         self.n_head = n_head
         self.n_embd = n_embd
         self.sequence_length = sequence_length
-        self.use_cache = use_cache
+        self.ngrams = ngrams
+        self.ngram_rows = ngram_rows
+        self.key_offset = key_offset
+        self.use_cache = use_cache and self.can_cache
         super().__init__(**others)
+
+    @property
+    def can_cache(self):
+        """Whether keys and values are all that later positions need of the earlier ones."""
+        return self.ngrams < 2 and not self.key_offset
 
 
 def norm(x):
@@ -77,10 +90,30 @@ def visible_keys(attention_mask, T, S, device):
     return visible & (attention_mask[:, None, None, :].bool() | itself)
 
 
+class NgramTable(nn.Module):
+    """Sum a table's rows of the last 2, 3, ... `longest` tokens, by hash."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.longest = config.ngrams
+        self.weight = nn.Parameter(torch.zeros(config.ngram_rows, config.n_embd))
+
+    def forward(self, input_ids, real):  # (B, T), bool (B, T) or None; to (B, T, C)
+        hashes = input_ids = input_ids.long()
+        if real is not None:
+            input_ids = input_ids * real  # padding is 0, as is what comes before a sequence
+        total = 0.0
+        for distance in range(1, self.longest):
+            earlier = F.pad(input_ids, (distance, 0))[:, : input_ids.size(1)]
+            hashes = hashes * 1000003 + earlier + 1  # modulo 2**64
+            total = total + F.embedding(hashes % len(self.weight), self.weight)
+        return total
+
+
 class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.n_head, self.layer = config.n_head, layer
+        self.n_head, self.layer, self.key_offset = config.n_head, layer, config.key_offset
         self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_k = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -89,9 +122,18 @@ class Attention(nn.Module):
     def heads(self, x):  # (B, T, C) to (B, H, T, D)
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
-    def forward(self, x, cos, sin, visible, cache):  # (B, T, C)
+    def offset(self, k, real):  # (B, H, T, D), bool (B, T) or None
+        """Give each position the key of key_offset positions before; zeros before the sequence."""
+        if real is not None:
+            k = k.masked_fill(~real[:, None, :, None], 0)
+        return F.pad(k, (0, 0, self.key_offset, 0))[:, :, : k.size(2)]
+
+    def forward(self, x, cos, sin, visible, real, cache):  # (B, T, C)
         q = rotate(norm(self.heads(self.c_q(x))), cos, sin)
-        k = rotate(norm(self.heads(self.c_k(x))), cos, sin)
+        k = norm(self.heads(self.c_k(x)))
+        if self.key_offset:
+            k = self.offset(k, real)
+        k = rotate(k, cos, sin)
         v = self.heads(self.c_v(x))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # (B, H, S, D)
@@ -116,8 +158,8 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin, visible, cache):  # (B, T, C)
-        x = x + self.attn(norm(x), cos, sin, visible, cache)
+    def forward(self, x, cos, sin, visible, real, cache):  # (B, T, C)
+        x = x + self.attn(norm(x), cos, sin, visible, real, cache)
         return x + self.mlp(norm(x))
 
 
@@ -132,6 +174,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ngrams = NgramTable(config) if config.ngrams > 1 else None
         self.post_init()
 
     def get_input_embeddings(self):
@@ -139,6 +182,16 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value):
         self.wte = value
+
+    def generate(self, inputs=None, generation_config=None, *more, **others):
+        """As in transformers; a model that cannot cache sees all tokens anew for each new one."""
+        if not self.config.can_cache and generation_config is None:
+            others["use_cache"] = False
+        elif not self.config.can_cache:
+            generation_config = copy.deepcopy(generation_config)
+            generation_config.use_cache = False
+            others.pop("use_cache", None)
+        return super().generate(inputs, generation_config, *more, **others)
 
     def forward(
         self,
@@ -155,11 +208,17 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: (B, T) int64. attention_mask: (B, S), 0 for padding; positions count padding,
         too, as rotary attention depends on distances alone. labels: (B, T), the input_ids that the
         tokens before them are to predict, -100 for those that do not count. logits_to_keep: only
-        those of so many last tokens; 0: all. Raises ValueError where S is above sequence_length.
+        those of so many last tokens; 0: all. A model with n-grams or a key offset makes no cache.
+        Raises ValueError where S is above sequence_length, or for a cache that such a model gets.
         """
         config = self.config
         use_cache = config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
+        if past_key_values is not None and not config.can_cache:
+            raise ValueError(
+                "with n-grams or a key offset keys and values are not all that later tokens need: "
+                "give all tokens each time, without past_key_values"
+            )
+        if use_cache and config.can_cache and past_key_values is None:
             past_key_values = DynamicCache()
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         T = input_ids.size(1)
@@ -172,9 +231,12 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         visible = None
         if past or attention_mask is not None:
             visible = visible_keys(attention_mask, T, S, device)
+        real = None if attention_mask is None else attention_mask.bool()  # (B, S)
         x = self.wte(input_ids)  # (B, T, C)
+        if self.ngrams is not None:
+            x = x + self.ngrams(input_ids, real)
         for block in self.h:
-            x = block(x, cos, sin, visible, past_key_values)
+            x = block(x, cos, sin, visible, real, past_key_values)
         x = norm(x[:, -logits_to_keep:])
         logits = F.linear(x, self.wte.weight).float()
         loss = None
