@@ -900,7 +900,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
     def validate(step):
         with log.timed("validation"):
             loss = evaluate(gpt, val_loader, args.val_tokens)
-            weights = sum(p.view(torch.int32).sum() for p in gpt.parameters())
+            weights = sum(p.view(torch.int32).sum(dtype=torch.int32) for p in gpt.parameters())
             check_ranks_agree("weights", weights.item())
             data_hash = train_loader.data_hash()
         log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash}")

@@ -218,15 +218,17 @@ def printed(gpt, optimizers, world_size):
     return rows, others
 
 
-def test_the_table_has_every_parameter_once_with_its_optimizer(tiny):
-    args = Hyperparameters(**tiny)
+@pytest.mark.parametrize("ngrams", [0, 3])
+def test_the_table_has_every_parameter_once_with_its_optimizer(ngrams, tiny):
+    args = Hyperparameters(**tiny, ngrams=ngrams, ngram_rows=100)
     gpt = GPT(args)
     rows, others = printed(gpt, train_gpt2.build_optimizers(gpt, args, 0, 2), 2)
     matrices = [("attn.c_q", (16, 16)), ("attn.c_k", (16, 16)), ("attn.c_v", (16, 16))]
     matrices += [("attn.c_proj", (16, 16)), ("mlp.c_fc", (64, 16)), ("mlp.c_proj", (16, 64))]
     muon = [(2, f"h.*.{name}.weight", shape, "Muon", 0.005) for name, shape in matrices]
-    assert rows == [(1, "wte.weight", (64, 16), "AdamW", 0.01), *muon]
-    assert others[0] == f"parameters: {64 * 16 + 2 * 12 * 256:,}"
+    table = [(1, "ngrams.weight", (100, 16), "Adagrad", 0.01)] * (ngrams > 1)
+    assert rows == [(1, "wte.weight", (64, 16), "AdamW", 0.01), *muon, *table]
+    assert others[0] == f"parameters: {64 * 16 + 2 * 12 * 256 + 100 * 16 * len(table):,}"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -244,7 +246,7 @@ def test_the_table_tells_muons_load_and_the_bytes_sent(world_size):
     gradients, updates = (float(text) for text in re.findall(r":([\d.]+)", sent))
     head, matrices = 50304 * 768, 12 * 12 * 768**2
     passed_on = (world_size - 1) / world_size / 2**20
-    assert gradients == pytest.approx(4 * (2 * head + matrices) * passed_on, abs=0.06)
+    assert gradients == pytest.approx(2 * 4 * (head + matrices) * passed_on, abs=0.06)
     assert updates == pytest.approx(2 * 2 * matrices * passed_on, abs=0.06)
 
 
@@ -318,6 +320,48 @@ def test_a_larger_batch_takes_about_as_much_more_memory_as_estimated(dtype, tiny
     assert difference == pytest.approx(peaks[0] - peaks[1], rel=0.25)
 
 
+def peak_bytes(fields, processes=1):
+    """Return the least peak memory of two runs."""
+    seen = []
+    for n in range(2):
+        run_id = f"peak{processes}_{fields['ngrams']}_{n}"
+        done = run_forked({**fields, "run_id": run_id}, processes)
+        assert done.returncode == 0, done.stderr
+        seen.append(int(re.search(r"peak_memory:(\d+)MiB", done.stdout)[1]))
+    return min(seen) * 2**20
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_table_of_ngrams_takes_about_as_much_more_memory_as_estimated(processes, tiny):
+    """Weights and Adagrad's sums, and what is largest beside them.
+
+    One process: the final weights, read for their crc32; several: gradients and their buffer.
+    """
+    fields = {**tiny, "num_iterations": 2, "val_loss_every": 0, "val_tokens": 16}
+    fields |= {"n_embd": 64, "dtype": "float32", "ngram_rows": 400_000}
+    peaks, estimates = [], []
+    for ngrams in (0, 3):
+        fields["ngrams"] = ngrams
+        peaks.append(peak_bytes(fields, processes))
+        args = Hyperparameters(**fields)
+        _, model = check.check_optimizers(args, 0, processes, torch.float32)
+        estimates.append(check.estimate_memory(args, *model, CPU, processes, 2))
+    assert estimates[1] - estimates[0] == pytest.approx(peaks[1] - peaks[0], rel=0.2)
+
+
+def test_gradients_of_a_table_are_of_the_rows_looked_up_until_ranks_sum_them(tiny):
+    args = Hyperparameters(**tiny, ngrams=3, ngram_rows=1000)
+    gpt = GPT(args)
+    inputs = torch.randint(64, (args.batch_size, args.sequence_length))
+    gpt(inputs, inputs).backward()
+    gradients = [p.grad for p in gpt.parameters()]
+    held = sum((g._values() if g.is_sparse else g).numel() for g in gradients)
+    assert check.gradient_values(args, gpt, 1) == (held, 0)
+    everything = sum(p.numel() for p in gpt.parameters())
+    _, more = check.gradient_values(args, gpt, 2)
+    assert more == gpt.ngrams.weight.numel() + everything  # dense, and the buffer of all
+
+
 def test_the_advice_is_the_largest_batch_that_fits(tiny, monkeypatch):
     fields = {**tiny, "batch_size": 768, "device_batch_size": 768, "allow_repeat": True}
     needs = {n: estimate(fields, n) for n in (768, 256, 192, 1)}
@@ -335,8 +379,10 @@ def test_the_advice_is_the_largest_batch_that_fits(tiny, monkeypatch):
     check.check_memory(args, *model, CPU, 1)
 
 
-def test_the_size_of_a_checkpoint_is_that_of_the_file(tiny, capsys):
+@pytest.mark.parametrize("ngrams", [0, 3])
+def test_the_size_of_a_checkpoint_is_that_of_the_file(ngrams, tiny, capsys):
     fields = {**tiny, "n_embd": 128, "num_iterations": 1, "save_every": 1, "run_id": "a"}
+    fields |= {"ngrams": ngrams, "ngram_rows": 5000}
     train_gpt2.main(Hyperparameters(**fields))
     [path] = Path(tiny["log_dir"], "a").glob("state_step*.pt")
     args = Hyperparameters(**fields)

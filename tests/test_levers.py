@@ -24,6 +24,8 @@ CASES = [
     if lever.processes == 1 and lever.needs in ("", "cpu", dtype)
     if name != "compiled autograd"  # it would trace for a minute
 ]
+# their loss of a micro-batch is rounded to bf16: between 4 and 8 by up to half of 2**-5
+ROUNDED = {"full bf16 logits": 2**-6, "F.linear_cross_entropy": 2**-6}
 OF_TWO = [name for name, lever in LEVERS.items() if lever.processes == 2]
 
 
@@ -57,9 +59,10 @@ def losses(name, dtype, rank=0, world_size=1):
 
 
 @functools.cache
-def expected(dtype):
+def expected(dtype, rounding=0.0):
     """Return about the losses of the script itself."""
-    return pytest.approx(losses("script", dtype), abs=1e-3 if dtype == "float32" else 0.01)
+    tolerance = 1e-3 if dtype == "float32" else 0.01 + rounding
+    return pytest.approx(losses("script", dtype), abs=tolerance)
 
 
 @pytest.mark.parametrize("name, dtype", CASES)
@@ -68,7 +71,7 @@ def test_a_lever_changes_how_a_step_is_computed_but_not_what(name, dtype, monkey
     monkeypatch.setattr(torch.optim, "AdamW", torch.optim.AdamW)  # undoes a lever's change of it
     compile_eagerly = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", compile_eagerly)
-    assert losses(name, dtype) == expected(dtype)
+    assert losses(name, dtype) == expected(dtype, ROUNDED.get(name, 0.0))
 
 
 def losses_of_ranks(rank, world_size, dtype):
@@ -80,7 +83,7 @@ def losses_of_ranks(rank, world_size, dtype):
 @both_dtypes
 def test_levers_of_two_processes_do_not_change_what_a_step_computes(dtype, tmp_path):
     for found in run_ranks(losses_of_ranks, 2, tmp_path / "ranks", dtype):
-        assert len(found) == 5
+        assert len(found) == 4
         for name in OF_TWO:
             assert found[name] == expected(dtype), name
 

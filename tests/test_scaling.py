@@ -1,7 +1,6 @@
 """Scaling on paper: what must hold for any inputs, and the bytes that the check prints."""
 
 import dataclasses
-import itertools
 import math
 import re
 import sys
@@ -12,10 +11,12 @@ import pytest
 import scaling
 import torch
 import torch.distributed as dist
+from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report import command, made_from
 from scaling import COUNTS, Setup
+from step_profile import newton_schulz_flops
 
 import train_gpt2
 
@@ -39,6 +40,10 @@ WORK = "forward and backward", "Newton-Schulz", "AdamW and the rest"
 
 def matrices():
     return list(scaling.network().h.parameters())
+
+
+def basis(name):
+    return Setup.__dataclass_fields__[name].metadata["basis"]
 
 
 @given(setups)
@@ -104,7 +109,10 @@ def test_bytes_are_those_that_the_check_prints(W):
 
 
 def test_the_rounds_are_those_that_muon_sends(monkeypatch):
-    """Muon itself, as one rank of three, with a small model's matrices and nobody to send to."""
+    """Muon itself, as one rank of three, with a small model's matrices and nobody to send to.
+
+    In rounds of three, of its own order: the most expensive first.
+    """
     fields = dict(vocab_size=64, n_layer=5, n_head=2, n_embd=16)
     with torch.device("meta"):
         gpt = train_gpt2.GPT(train_gpt2.Hyperparameters(**fields))
@@ -122,7 +130,8 @@ def test_the_rounds_are_those_that_muon_sends(monkeypatch):
         p.grad = torch.ones_like(p)
     train_gpt2.Muon(params, lr=0.1, world_size=3).step()
     expected = [sum(p.numel() for p in matrices) for matrices in scaling.rounds(3)]
-    assert sent == [(torch.bfloat16, values) for values in expected] and len(sent) > 2
+    assert sent == [(torch.bfloat16, values) for values in expected]
+    assert len(sent) == len(params) / 3 and sent == sorted(sent, key=lambda of: -of[1])
 
 
 @given(setups, counts)
@@ -136,14 +145,42 @@ def test_updates_hide_behind_newton_schulz_but_the_last_round(setup, W):
 
 
 @pytest.mark.parametrize("W", COUNTS)
-def test_latency_of_the_reduces_lies_between_one_ring_and_one_after_the_other(W):
+def test_latency_of_the_gradients_is_that_of_two_sums_whatever_the_number_of_matrices(W):
     late = dataclasses.replace(IDEAL, latency_us=1000.0)  # a hop a ms
-    trees = 2 * 2 * math.log2(W)  # the head, the scalars
-    hops = scaling.gradients_ms(late, W) - trees
-    assert W - 1 - 1e-9 <= hops <= len(matrices()) * (W - 1) + 1e-9
-    if W == 2:  # by hand: each ring is one hop; the next begins at once only behind its owner
-        owners = [scaling.muon(2).owner[p] for p in matrices()]
-        assert hops == pytest.approx(1 + sum(a != b for a, b in itertools.pairwise(owners)))
+    assert scaling.gradients_ms(late, W) == pytest.approx(2 * 2 * math.log2(W))
+
+
+def test_the_sums_of_gradients_are_those_that_a_step_makes(monkeypatch):
+    """train_step itself, as one rank of two, with a small model and nobody to send to."""
+    args = train_gpt2.Hyperparameters(**TINY)
+    gpt = train_gpt2.GPT(args)
+    sent = []
+
+    def all_reduce(tensor):
+        sent.append(tensor.nbytes)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    inputs = torch.zeros(2, args.sequence_length, dtype=torch.int64)
+    train_gpt2.train_step(gpt, [], inputs, inputs, 1.0, args)
+    summed = []
+    monkeypatch.setattr(scaling, "network", lambda: gpt)
+    monkeypatch.setattr(scaling, "all_reduce_ms", lambda size, W, _: summed.append(size) or 0.0)
+    scaling.gradients_ms(Setup(), 2)
+    assert sorted(sent) == sorted(summed) and len(sent) == 2
+
+
+def test_the_stated_times_follow_from_the_operations_and_bytes_they_name():
+    """2 operations a multiplication, five iterations; AdamW: weight, two momenta, gradient."""
+    setup = Setup()
+    operations = 2 * 5 * sum(scaling.muon(1).loads)
+    assert operations == sum(newton_schulz_flops(p.shape) for p in matrices())
+    assert setup.newton_schulz_ms == pytest.approx(operations / 200e12 * 1000, abs=0.05)
+    assert f"{operations / 1e12:.2f} TFLOP" in basis("newton_schulz_ms")
+    values = scaling.network().lm_head.weight.numel()
+    assert setup.adamw_ms == pytest.approx(28 * values / 2.7e12 * 1000, abs=0.05)
+    assert f"{values / 1e6:.1f}M" in basis("adamw_ms")
 
 
 def test_signals_are_asked_for_in_a_ring_of_cpus():

@@ -237,7 +237,7 @@ def optimizer_table(gpt, optimizers, world_size):
     settings = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            text = f"{type(optimizer).__name__:6s} lr:{group['lr']:g}"
+            text = f"{type(optimizer).__name__:7s} lr:{group['lr']:g}"
             settings.update(dict.fromkeys(group["params"], text))
     rows = Counter()
     for name, p in gpt.named_parameters():
@@ -258,7 +258,7 @@ def optimizer_table(gpt, optimizers, world_size):
             lines.append(f"{name}: cost of the busiest rank/mean:{most:.3f} momentum MiB:{mib}")
     # in a ring a rank sends (W-1)/W of a buffer to reduce it, and as much again to spread it
     trip = (world_size - 1) / world_size / 2**20
-    gradients = 4 * trip * (2 * (total - owned) + owned)  # float32; those with an owner are reduced
+    gradients = 4 * trip * 2 * total  # float32
     updates = 2 * trip * 2 * owned  # bf16
     lines.append(f"sent MiB a step and rank: gradients:{gradients:.1f} updates:{updates:.1f}")
     return lines
@@ -295,14 +295,34 @@ def check_attention(args, device, dtype):
 def state_values(gpt, optimizers, world_size):
     """Return the float32 values of the optimizers' states: (of the busiest rank, of all).
 
-    One for a parameter with an owner, as momentum; else two on every rank, as AdamW's moments.
+    One for a parameter with an owner, as momentum; on every rank one for Adagrad's, as a sum of
+    squares, and two for any other, as AdamW's moments.
     """
     busiest = everything = 2 * sum(p.numel() for p in gpt.parameters())
     for optimizer in optimizers:
         values = owned_values(optimizer, world_size)
         busiest -= 2 * sum(values) - max(values)
         everything -= sum(values)
+        if isinstance(optimizer, torch.optim.Adagrad):
+            sums = sum(p.numel() for p in train_gpt2.params_of(optimizer))
+            busiest -= sums
+            everything -= sums
     return busiest, everything
+
+
+def gradient_values(args, gpt, world_size):
+    """Return the float32 values of gradients: (after backward, more when ranks sum them).
+
+    A table of n-grams then has a row for each that was looked up, not one for each of its own, and
+    all travel in one buffer, for which the table's are made dense.
+    """
+    weights = sum(p.numel() for p in gpt.parameters())
+    table = looked_up = 0
+    if gpt.ngrams:
+        table = gpt.ngrams.weight.numel()
+        tokens = args.batch_size // world_size * args.sequence_length
+        looked_up = tokens * (args.ngrams - 1) * args.n_embd
+    return weights - table + looked_up, (table + weights) * (world_size > 1)
 
 
 def estimate_memory(args, gpt, optimizers, device, world_size, micro):
@@ -312,11 +332,12 @@ def estimate_memory(args, gpt, optimizers, device, world_size, micro):
     Within 10% of the 11 runs on a CPU that it was held against, float32 and bf16, compiled and not.
     """
     weights = sum(p.numel() for p in gpt.parameters())
+    states, saved_states = state_values(gpt, optimizers, world_size)
+    gradients, summed = gradient_values(args, gpt, world_size)
     head = gpt.lm_head.weight.numel()
     low = gpt.dtype.itemsize  # bytes of a product's result
-    kept = 4 * (2 * weights + state_values(gpt, optimizers, world_size)[0])
-    if low < 4:
-        kept += low * weights  # weights, as products take them
+    products = head + sum(p.numel() for p in gpt.h.parameters())  # weights that they take
+    backward = 4 * gradients + (low * products if low < 4 else 0)
     # bytes of a logit, and of a token and channel of a block beyond what is named below: more where
     # no operations are fused
     logit, more = (8, 0) if args.compile else (12, 48)
@@ -327,8 +348,13 @@ def estimate_memory(args, gpt, optimizers, device, world_size, micro):
     blocks = args.n_layer * tokens * args.n_embd * width
     chunk = min(tokens, max(512 * 50304 // args.vocab_size, tokens // 8))
     logits = chunk * args.vocab_size * logit + 3 * 4 * head  # and the head's gradients
-    torch_itself = 350 * 2**20 if device.type == "cpu" else 0
-    return torch_itself + kept + blocks + logits
+    backward += blocks + logits
+    file = 4 * (weights + saved_states * (args.save_every > 0))  # a checkpoint, read for its crc32
+    torch_itself = 350 * 2**20
+    if device.type == "cuda":
+        file = torch_itself = 0
+    most = max(backward, 4 * (gradients + summed), file)  # one after the other
+    return torch_itself + 4 * (weights + states) + most
 
 
 def check_memory(args, gpt, optimizers, device, world_size):

@@ -29,6 +29,7 @@ INCIDENTAL = NAMES | CHECKS
 INCIDENTAL |= {"device_batch_size", "save_every", "keep_checkpoints", "resume", "comm_timeout"}
 # what a script does that lacks a setting: these once could be chosen, or can be since
 IMPLIED = {"muon_coefficients": "quintic", "attention": "auto", "dtype": "auto"}
+IMPLIED |= {"ngrams": 0, "ngram_rows": 2**18, "key_offset": 0}
 
 
 def flops(parameters, n_layer, n_embd, sequence_length):
@@ -41,6 +42,8 @@ def flops_per_token(gpt, args):
     modules = list(gpt.modules())
     tables = {m.weight for m in modules if hasattr(m, "num_embeddings")}
     tables -= {m.weight for m in modules if hasattr(m, "in_features")}  # a tied head's
+    if getattr(gpt, "ngrams", None):
+        tables.add(gpt.ngrams.weight)
     parameters = sum(p.numel() for p in gpt.parameters() if p not in tables)
     return flops(parameters, args.n_layer, args.n_embd, args.sequence_length)
 
@@ -116,6 +119,8 @@ class Run:
         bf16 = self.facts.get("products") == "torch.bfloat16"
         if not (bf16 and peak and parameters and processes and self.tokens_per_second):
             return None
+        if self.settings.get("ngrams", 0) > 1:  # the table is only looked up
+            parameters -= self.settings["ngram_rows"] * self.settings["n_embd"]
         shape = (self.settings[name] for name in ("n_layer", "n_embd", "sequence_length"))
         return flops(parameters, *shape) * self.tokens_per_second / (peak * processes)
 

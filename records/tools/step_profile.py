@@ -92,7 +92,6 @@ class Phases:
             (torch.Tensor, "backward", "backward"),
             (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
             (dist, "all_reduce", "communication"),
-            (dist, "reduce", "communication"),
             (run.train_loader, "next_batch", "loader"),
         ]
         calls += [(optimizer, "step", type(optimizer).__name__) for optimizer in run.optimizers]
@@ -161,9 +160,7 @@ def measure(run):
 def newton_schulz_flops(shape):
     """Return the floating-point operations of Muon's five iterations on an (M, N) matrix."""
     m, n = sorted(shape)
-    if n < 2 * m:
-        return 5 * (4 * m * m * n + 2 * m**3)  # 2 products with X and 1 of (m, m), each time
-    return 8 * m * m * n + 28 * m**3  # on the Gram matrix: 4 and 14 in all
+    return 5 * (4 * m * m * n + 2 * m**3)  # each time 2 products with X and 1 of (m, m)
 
 
 def flops(run):

@@ -37,7 +37,7 @@ def gpt2_shapes(n_layer, C):
     return ([(C, C)] * 4 + [(4 * C, C), (C, 4 * C)]) * n_layer
 
 
-SETS = {"CPU record": gpt2_shapes(4, 128), "GPT-2 124M": gpt2_shapes(12, 768)}
+SETS = {"CPU record": gpt2_shapes(2, 128), "GPT-2 124M": gpt2_shapes(12, 768)}
 
 
 def addmm_newton_schulz(G, dtype):
@@ -169,18 +169,14 @@ def ranks_main(rank, world_size, shapes, folder, pipe):
                                 world_size=world_size)  # fmt: skip
     params = parameters(shapes)
     muon = Muon(params, lr=1e-4, rank=rank, world_size=world_size, dtype=DTYPE)
-    every = torch.optim.SGD(params, lr=0.0)  # no owner: its gradients are all_reduced
+    model = torch.nn.ParameterList(params)
 
-    def sync(optimizer):
+    def sync():
         begin = time.perf_counter()
-        train_gpt2.sync_gradients([optimizer])
+        train_gpt2.sync_gradients(model)
         return time.perf_counter() - begin
 
-    actions = {
-        "step": lambda: seconds_of(muon),
-        "reduce": lambda: sync(muon),
-        "all_reduce": lambda: sync(every),
-    }
+    actions = {"step": lambda: seconds_of(muon), "gradients": sync}
     muon.step()
     pipe.send(None)
     while action := pipe.recv():
@@ -189,7 +185,7 @@ def ranks_main(rank, world_size, shapes, folder, pipe):
         pipe.send(actions[action]())
 
 
-ACTIONS = ("step", "reduce", "all_reduce")  # Muon's step; gradients to their owners, or to all
+ACTIONS = ("step", "gradients")  # Muon's step; the sum of all gradients
 
 
 def ask(team, action):
@@ -226,7 +222,7 @@ def scaling(sets, rounds, processes):
         ratios = [a / b for a, b in zip(times[1, "step"], times[processes, "step"])]
         # a ring sends (W-1)/W of a buffer to reduce it, and as much again to spread the sum
         ring = (processes - 1) / processes * numel / 2**20
-        bytes_a_value = {"step": 2 * 2, "reduce": 4, "all_reduce": 2 * 4}
+        bytes_a_value = {"step": 2 * 2, "gradients": 2 * 4}
         for key, ms in times.items():
             line = f"{key[0]} x {key[1]:10s} median {statistics.median(ms):9.1f} ms"
             if key[0] > 1:
@@ -245,7 +241,7 @@ def scaling(sets, rounds, processes):
 def our_cost(shape):
     """Floating-point operations of five of our iterations on a matrix."""
     m, n = sorted(shape)
-    return 8 * m * m * n + 28 * m**3 if n >= 2 * m else 5 * (4 * m * m * n + 2 * m**3)
+    return 5 * (4 * m * m * n + 2 * m**3)
 
 
 def predict(shapes, W, flops, bandwidth, latency):
@@ -264,12 +260,12 @@ def predict(shapes, W, flops, bandwidth, latency):
     muon = Muon(params, lr=1e-4, world_size=W)
     balanced = busiest(muon.owner[p] for p in params)
     computed, travelled = [0.0] * W, 0.0
-    bundles = muon.bundles[0]
-    for first in range(0, len(bundles), W):
-        size = 0
-        for bundle in bundles[first : first + W]:
-            computed[muon.owner[bundle[0]]] += sum(our_cost(p.shape) for p in bundle) / flops
-            size += sum(p.numel() for p in bundle)
+    matrices = train_gpt2.params_of(muon)  # sorted, the most expensive first
+    for first in range(0, len(matrices), W):
+        together = matrices[first : first + W]
+        for p in together:
+            computed[muon.owner[p]] += our_cost(p.shape) / flops
+        size = sum(p.numel() for p in together)
         travelled = max(travelled, max(computed)) + 2 * ring * 2 * size + trips
     sent = ring * 2 * numel  # bf16, once around
     dealt_in_turn = busiest(i % W for i in range(len(shapes)))

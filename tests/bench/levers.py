@@ -58,7 +58,7 @@ def unchanged(train_gpt2, run):
     pass
 
 
-@lever("plain", "float32 residual and logits, per-matrix Muon, eager: tests/plain.py")
+@lever("plain", "float32 residual and logits, eager: tests/plain.py")
 def plain_step(train_gpt2, run):
     run.plain = True
 
@@ -149,7 +149,7 @@ for count in (1, 2, 4, 8, 16, 32):
 
 @lever("float32 residual", "the residual stream in float32, as under autocast", "bfloat16")
 def float32_residual(train_gpt2, run):
-    embedding = "self.wte(inputs).to(self.dtype)", "self.wte(inputs)"
+    embedding = "(self.wte(inputs) + ngrams).to(self.dtype)", "self.wte(inputs) + ngrams"
     head = "x = norm(x)", "x = norm(x).to(self.dtype)"
     rewrite(train_gpt2, "GPT", embedding, head)
     train_gpt2.Linear.forward = lambda self, x: F.linear(x.bfloat16(), self.weight.bfloat16())
@@ -252,19 +252,6 @@ def muon_compiled(train_gpt2, run):
     )
 
 
-def bundles(name, what, size):
-    """Add a lever with other bundles of matrices."""
-
-    def change(train_gpt2, run):
-        rewrite(train_gpt2, "Muon", ("size = 4 if shape.numel() <= 2**18 else 1", f"size = {size}"))
-
-    lever(name, what)(change)
-
-
-bundles("Muon per matrix", "no bundles of small matrices", 1)
-bundles("Muon bundled", "bundles of 4 whatever the matrices' size", 4)
-
-
 @lever("foreach AdamW", "torch.optim.AdamW(foreach=True) instead of fused")
 def foreach_adamw(train_gpt2, run):
     adamw = torch.optim.AdamW
@@ -287,19 +274,6 @@ def synchronous(train_gpt2, run):
     dist.all_reduce = waited
 
 
-@lever("one bucket x2", "all gradients in one flat all_reduce", processes=2)
-def one_bucket(train_gpt2, run):
-    def sync_gradients(optimizers):
-        params = [p for optimizer in optimizers for p in train_gpt2.params_of(optimizer)]
-        grads = [p.grad for p in params if p.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat)
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
-            grad.copy_(part.view_as(grad))
-
-    train_gpt2.sync_gradients = sync_gradients
-
-
 def in_ddp(optimize_ddp):
     """Return a change that lets DDP reduce the gradients, in buckets of 25 MB, during backward."""
 
@@ -316,10 +290,9 @@ def in_ddp(optimize_ddp):
         def ddp_step(gpt, *rest):
             return train_step(run.ddp, *rest)
 
-        def scale(optimizers):  # DDP means over the ranks, train_step's losses are already shares
-            for optimizer in optimizers:
-                for p in train_gpt2.params_of(optimizer):
-                    p.grad.mul_(dist.get_world_size())
+        def scale(model):  # DDP means over the ranks, train_step's losses are already shares
+            for p in model.parameters():
+                p.grad.mul_(dist.get_world_size())
 
         train_gpt2.warm_up, train_gpt2.train_step = ddp_warm_up, ddp_step
         train_gpt2.sync_gradients = scale
