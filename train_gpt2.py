@@ -1,7 +1,6 @@
 """Train GPT-2 124M to a validation loss of 3.28 on FineWeb: one file, one speedrun.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py      # 8 GPUs, the record's settings
-    python train_gpt2.py --num_iterations=100 --warmdown_iters=30 --batch_size=64   # or --help
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py      # or python train_gpt2.py --help
 
 The defaults are record 7 of the public NanoGPT speedrun (October 2024): loss 3.2755 in 12.0 minutes
 on 8xH100 (one run, its own log); no GPU has run this file yet. It needs torch and numpy.
@@ -61,6 +60,7 @@ class Hyperparameters:
     ngrams: int = 0  # a table adds a row to the embedding for each n-gram of 2 to so many tokens
     ngram_rows: int = 2**18  # of that table; n-grams share them by their hash
     key_offset: int = 0  # positions from a key to its value; 1: one layer continues what repeats
+    logit_softcap: float = 0.0  # s: logits z become s tanh(z / s); 0: they stay
     batch_size: int = 512  # sequences a step, over all processes
     sequence_length: int = 1024  # tokens
     num_iterations: int = 5100  # steps
@@ -105,8 +105,8 @@ class Hyperparameters:
 PRESETS = {  # --preset=NAME: what it takes and its settings, which others override
     "record7": "the defaults: 12.0 minutes on 8xH100 by a public log, predicted: 26 GB a GPU",
     "24gb": "the same on one GPU of 24 GB, predicted: 14 GB --device_batch_size=32",
-    "candidate": "record 7 with bigrams and a key offset, to be tried on a GPU: no result yet"
-    " --ngrams=2 --ngram_rows=251519 --key_offset=1 --num_iterations=3600 --warmdown_iters=1450",
+    "candidate": "record 7 with bigrams, key offset and soft-cap, for a GPU to try: no result yet"
+    " --ngrams=2 --ngram_rows=251519 --key_offset=1 --logit_softcap=15 --num_iterations=4250",
     "cpu": "the CPU record: 17 seconds on 2 cores, 1 GB, measured; bash run.sh makes its data"
     " --train_files=data/torch_sources/train_*.bin --val_files=data/torch_sources/val_*.bin"
     " --vocab_size=257 --n_layer=2 --n_head=1 --n_embd=128 --sequence_length=256 --device=cpu"
@@ -261,6 +261,7 @@ class GPT(nn.Module):
         self.lm_head = Linear(args.n_embd, args.vocab_size, bias=False)
         self.wte.weight = self.lm_head.weight  # tied: one tensor, with the head's initial values
         self.ngrams = NgramTable(args) if args.ngrams > 1 else None
+        self.softcap = args.logit_softcap
 
     def forward(self, inputs, targets=None):
         """Return the mean cross-entropy (float32 scalar), or without targets logits (B, T, V).
@@ -272,26 +273,29 @@ class GPT(nn.Module):
         x = norm(x)
         weight = self.lm_head.weight
         if targets is None:
-            return logits_of(x, weight.type_as(x))
-        return ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten())
+            return logits_of(x, weight.type_as(x), self.softcap)
+        return ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), self.softcap)
 
 
-def logits_of(x, weight):
+def logits_of(x, weight, softcap):
     """Return the logits, float32 (..., V), of hidden states x (..., C); training uses them, too."""
-    return F.linear(x, weight).float()
+    logits = F.linear(x, weight).float()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits_of(x (N, C), weight (V, C)) over targets (N,) that are not -1.
+    """Mean cross-entropy of logits_of(x (N, C), weight (V, C), ...) over targets (N,) but -1.
     Logits exist for a chunk of tokens at a time, so forward also computes the gradients."""
 
     @staticmethod
-    def of_chunk(x, weight, targets, count):
-        logits = logits_of(x, weight)
+    def of_chunk(x, weight, targets, softcap, count):
+        logits = logits_of(x, weight, softcap)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / count
 
     @staticmethod
-    def forward(ctx, x, weight, targets):
+    def forward(ctx, x, weight, targets, softcap):
         size = max(512 * 50304 // len(weight), len(x) // 8)  # CPUs are slower with fewer tokens
         count = (targets != -1).sum().clamp(min=1)
         low = weight.type_as(x)
@@ -302,11 +306,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for x_i, targets_i in zip(x.split(size), targets.split(size)):
             if ctx.needs_input_grad[0]:  # of x; of weight it is True in evaluation, too
                 grad_and_value = torch.func.grad_and_value(of_chunk, argnums=(0, 1))
-                grads, loss_i = grad_and_value(x_i, low, targets_i, count)
+                grads, loss_i = grad_and_value(x_i, low, targets_i, softcap, count)
                 grad_x.append(grads[0])
                 grad_weight = grad_weight + grads[1].float()
             else:
-                loss_i = of_chunk(x_i, low, targets_i, count)
+                loss_i = of_chunk(x_i, low, targets_i, softcap, count)
             loss = loss + loss_i
         if grad_x:
             ctx.save_for_backward(torch.cat(grad_x), grad_weight)
@@ -315,14 +319,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss, grad_weight * grad_loss, None
+        return grad_x * grad_loss, grad_weight * grad_loss, None, None
 
 
 # ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist -
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
-    """Orthogonalize G = U S V^T: return about U V^T, bf16; singular values near 1, not exact.
-    G: (M, N) or a batch (K, M, N), any float dtype, unmodified; else ValueError. dtype: of the
-    products. Source: https://kellerjordan.github.io/posts/muon/"""
+    """Orthogonalize G = U S V^T: about U V^T, bf16. https://kellerjordan.github.io/posts/muon/
+    G: (M, N) or (K, M, N) of any float dtype, unmodified; else ValueError. dtype: of products."""
     if G.ndim not in (2, 3):
         raise ValueError(f"G of shape {tuple(G.shape)} must be a matrix or a batch of them")
     length = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=torch.float64)
@@ -339,11 +342,10 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
 
 class Muon(torch.optim.Optimizer):
     """MomentUm (Nesterov's) Orthogonalized by Newton-Schulz, for the matrices in a network.
-    A few directions of a gradient outshine the others: Muon replaces the momentum U S V^T by U V^T,
-    so that all are learnt at the same speed. An entry changes by about lr a step, root mean square;
-    for the lr of 0.02 of Keller Jordan's Muon give 0.02 / sqrt(columns). dtype: of products.
-    params: (M, ...), taken as matrices (M, N), else ValueError. One rank owns each: it keeps the
-    momentum and reads p.grad, set on all ranks or on none. Equal gradients: equal bits anywhere."""
+    It replaces the momentum U S V^T by U V^T: all directions are learnt at the same speed, an entry
+    by about lr a step, root mean square; for Keller Jordan's 0.02 give 0.02 / sqrt(columns).
+    params: (M, ...), taken as matrices (M, N), else ValueError. dtype: of products. One rank owns a
+    matrix: it keeps the momentum and reads p.grad, which all ranks or none must have."""
 
     def __init__(
         self, params, lr, momentum=0.95, weight_decay=0, rank=0, world_size=1, dtype=torch.bfloat16
@@ -581,9 +583,8 @@ def micro_batch_size(sequences, most):
 
 
 def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: False):
-    """Do one optimizer step; return (loss, largest), or None if stop() says so before it is done.
-    inputs, targets: (B, T) int64, of this rank. loss: mean over the global batch, float32 scalar;
-    NaN if any rank has a gradient that is not finite. largest: |gradient| of each parameter."""
+    """Do one optimizer step; return (loss, largest |gradient| of each parameter), None if stop().
+    inputs, targets: (B, T) int64 of this rank. loss: global mean, NaN if a gradient is infinite."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
     loss = 0.0
@@ -763,9 +764,8 @@ def find_checkpoint(args, log):
             raise RunError(f"{log.folder} holds checkpoints: pass --resume or another --run_id")
         paths = [Path(args.resume)] if args.resume else []
     for path in reversed(paths):
-        # bytes that end with the crc32 of those before always have this crc32
         if not path.is_file() or zlib.crc32(path.read_bytes()) != 0x2144DF1C:
-            log(f"{path} is not a whole checkpoint")
+            log(f"{path} is not a whole checkpoint")  # it must end with its own crc32
             continue
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes nothing
         for name, value in vars(args).items():

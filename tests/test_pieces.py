@@ -1,4 +1,4 @@
-"""What came after record 7, the table of n-grams and the key offset: exact, causal, off at 0."""
+"""What came after record 7, n-grams, key offset and soft-cap: exact, causal, off at 0."""
 
 import re
 import signal
@@ -11,7 +11,7 @@ from test_ideas import KILL, NEXT
 
 from train_gpt2 import GPT, Hyperparameters, Muon, NgramTable, build_optimizers, norm
 
-PIECES = {"ngrams": 4, "ngram_rows": 101, "key_offset": 1}
+PIECES = {"ngrams": 4, "ngram_rows": 101, "key_offset": 1, "logit_softcap": 3.0}
 
 
 def make_table(longest=4, rows=101, channels=8):
@@ -113,7 +113,18 @@ def test_a_key_meets_the_value_after_it():
     torch.testing.assert_close(attn(x), expected)
 
 
-# ---- both in the model ---------------------------------------------------------------------------
+# ---- the soft-cap --------------------------------------------------------------------------------
+def test_logits_stay_below_the_cap_and_small_ones_stay():
+    gpt, _ = make_model(logit_softcap=3.0)
+    inputs = torch.randint(64, (2, 16))
+    capped = gpt(inputs)
+    gpt.softcap = 0.0
+    logits = gpt(inputs)
+    assert logits.abs().max() > 3 > capped.abs().max()
+    torch.testing.assert_close(capped, 3 * torch.tanh(logits / 3))
+
+
+# ---- all in the model ---------------------------------------------------------------------------
 @both_dtypes
 def test_no_place_sees_a_later_token(dtype):
     gpt, _ = make_model(dtype)
@@ -144,7 +155,7 @@ def test_the_gradient_is_that_of_the_logits(dtype):
 
 def test_at_0_the_model_and_its_optimizers_are_record_7s():
     args = Hyperparameters()
-    assert (args.ngrams, args.key_offset) == (0, 0)
+    assert (args.ngrams, args.key_offset, args.logit_softcap) == (0, 0, 0)
     tiny = Hyperparameters(**TINY)
     with torch.device("meta"):
         gpt = GPT(args)

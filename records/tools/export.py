@@ -174,6 +174,8 @@ def piece_lines(settings):
         lines.append(
             "So it keeps no cache of keys and values: each new token takes a pass over all tokens."
         )
+    if softcap := settings.get("logit_softcap"):
+        lines.append(f"Logits z are capped: {softcap:g} tanh(z / {softcap:g}).")
     return lines
 
 
@@ -260,7 +262,7 @@ def write_model(folder, gpt, args, encoding):
     module = Path(MODELING).stem
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), encoding.eot_token)
     shape = "vocab_size", "n_layer", "n_head", "n_embd", "sequence_length"
-    pieces = "ngrams", "ngram_rows", "key_offset"
+    pieces = "ngrams", "ngram_rows", "key_offset", "logit_softcap"
     config = {
         "model_type": "gpt2_speedrun",
         "architectures": ["GPT2SpeedrunForCausalLM"],

@@ -36,6 +36,7 @@ class GPT2SpeedrunConfig(PretrainedConfig):
         ngrams=0,  # a table adds a row to the embedding for each n-gram of 2 to so many tokens
         ngram_rows=2**18,  # of that table; n-grams share them by their hash
         key_offset=0,  # positions from a key to its value
+        logit_softcap=0.0,  # s: logits z become s tanh(z / s); 0: they stay
         use_cache=True,
         **others,
     ):
@@ -47,6 +48,7 @@ class GPT2SpeedrunConfig(PretrainedConfig):
         self.ngrams = ngrams
         self.ngram_rows = ngram_rows
         self.key_offset = key_offset
+        self.logit_softcap = logit_softcap
         self.use_cache = use_cache and self.can_cache
         super().__init__(**others)
 
@@ -239,6 +241,8 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             x = block(x, cos, sin, visible, real, past_key_values)
         x = norm(x[:, -logits_to_keep:])
         logits = F.linear(x, self.wte.weight).float()
+        if config.logit_softcap:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, config.vocab_size, **for_loss)

@@ -467,7 +467,7 @@ def parse(argv):
     if own.measure and own.device != "cpu":
         refuse("--measure needs --device=cpu")
     args = train_gpt2.parse_args(rest)
-    if own.record7 and (args.ngrams or args.key_offset):
+    if own.record7 and (args.ngrams or args.key_offset or args.logit_softcap):
         refuse("--record7 has no n-grams and no key offset: set both to 0")
     return own, args
 

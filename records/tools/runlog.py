@@ -29,7 +29,7 @@ INCIDENTAL = NAMES | CHECKS
 INCIDENTAL |= {"device_batch_size", "save_every", "keep_checkpoints", "resume", "comm_timeout"}
 # what a script does that lacks a setting: these once could be chosen, or can be since
 IMPLIED = {"muon_coefficients": "quintic", "attention": "auto", "dtype": "auto"}
-IMPLIED |= {"ngrams": 0, "ngram_rows": 2**18, "key_offset": 0}
+IMPLIED |= {"ngrams": 0, "ngram_rows": 2**18, "key_offset": 0, "logit_softcap": 0.0}
 
 
 def flops(parameters, n_layer, n_embd, sequence_length):

@@ -26,7 +26,7 @@ with packages():
 
 def of_last_position(logits_of):
     """Return logits_of for the last position alone, which is all that sampling needs."""
-    return lambda x, weight: logits_of(x[:, -1:], weight)
+    return lambda x, *others: logits_of(x[:, -1:], *others)
 
 
 def pick(logits, temperature, top_k, generator):

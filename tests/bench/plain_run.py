@@ -22,7 +22,7 @@ GPT, LOG_HEADER = train_gpt2.GPT, train_gpt2.Log.header
 
 def build_model(args, dtype):
     """Return the plain model with the weights of train_gpt2's. RunError: it lacks a part of it."""
-    if args.ngrams or args.key_offset:
+    if args.ngrams or args.key_offset or args.logit_softcap:
         raise train_gpt2.RunError("the plain model has no n-grams and no key offset: set both to 0")
     weights = GPT(args).state_dict()  # first, for the seed's values are the next
     model = plain.PlainGPT(args)
