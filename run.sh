@@ -89,7 +89,7 @@ test_in_halves() {
 
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
 if [ "$gpus" -gt 0 ]; then
-    settings=()
+    settings=(--device=cuda)  # a driver that torch cannot use is then an error, not a CPU's run
 else
     settings=(--preset=cpu)
 fi

@@ -610,6 +610,7 @@ def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, processes, tmp_path):
     assert command.startswith(launcher * (processes > 1) + "train_gpt2.py ")
     assert command.endswith(" --seed=1")
     assert ("--preset=cpu" in command) == (gpus == 0)
+    assert ("--device=cuda" in command) == (gpus > 0)  # no silent run on CPUs beside GPUs
 
 
 RECORD_STUB = """#!/bin/sh

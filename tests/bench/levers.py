@@ -135,7 +135,7 @@ if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
 
 def chunks(count):
     """Add a lever that computes the loss in so many chunks of tokens."""
-    size = "max(512 * 50304 // len(weight), len(x) // 8)", f"-(-len(x) // {count})"
+    size = "max(512 * 50304 // len(weight), len(x) // chunks)", f"-(-len(x) // {count})"
 
     def change(train_gpt2, run):
         rewrite(train_gpt2, "ChunkedCrossEntropy", size)
