@@ -1,10 +1,21 @@
 #!/usr/bin/env bash
 # bash tests/bench/gpu_report.sh DIR [PART ...]   what a CUDA machine should tell of this code
 #
-# Without names all parts but the last two, most valuable first, within LIMIT seconds (default 530).
-# Each writes its own text file into DIR at once, so whatever cuts it leaves the rest:
+# Each call ends within LIMIT seconds (default 530). Calls that fit, most valuable first, and what each
+# decides:
+#   1  environment plan default nccl    does it train, how fast, is the plan right, does NCCL work
+#   2  candidate                        is the candidate better than record 7 at equal tokens
+#   3  plain muon resume                the step against a plain one; Muon; resumed to the bit or not
+#   4  tests levers                     tests of CUDA alone; which lever to take (LEVERS=... for some)
+#   5  run                              a curve to look at; 6  plain_run, its rival
+# The compiler's cache stays in CACHE (default logs/gpu_cache) between calls. Without names: the parts of
+# calls 1, 3 and 4. Each part writes its own text file into DIR at once, so whatever cuts it leaves the rest:
 #   environment  the machine, its versions; what records/tools/check.py says of the default settings
+#   plan         what records/tools/plan.py predicts for the default settings on an H200
 #   default      40 steps of the default settings: cold start, then 15 steps with a warm cache
+#   nccl         40 steps as the one process of a group with NCCL: collectives run, if with nobody
+#   candidate    --preset=candidate's pieces against none: PAIRS seeds (default 2) of SIDE_STEPS steps
+#                (default 150) of 131,072 tokens a side
 #   plain        their step against the plain one, in turn; memory at device_batch_size 64
 #   muon         tests/bench/bench_muon.py
 #   tests        pytest -m cuda
@@ -21,7 +32,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: bash tests/bench/gpu_report.sh DIR [PART ...]}
 shift
-parts=" environment default plain muon tests resume levers run plain_run "
+parts=" environment plan default nccl candidate plain muon tests resume levers run plain_run "
 for part in "$@"; do
     [[ $parts == *" $part "* ]] || { echo "$part is no part: give some of$parts" >&2; exit 1; }
 done
@@ -30,7 +41,7 @@ export PYTHONUNBUFFERED=1
 mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export TORCHINDUCTOR_CACHE_DIR=$work/inductor
+export TORCHINDUCTOR_CACHE_DIR=${CACHE:-logs/gpu_cache}
 
 "$python" - "${DATA:=data/fineweb10B}" "$work" <<'EOF'
 import lzma, pathlib, sys
@@ -47,12 +58,12 @@ data=(--train_files="$work/*train_*.bin" --val_files="$work/*val_*.bin" --allow_
 if [ "$device" = cpu ]; then # the same parts, small enough to be tried in minutes
     data+=(--n_layer=2 --n_head=2 --n_embd=64 --sequence_length=64 --batch_size=16
         --device_batch_size=8 --val_tokens=4096)
-    default=("${data[@]}") small=("${data[@]}") many=6 few=3 rounds=2
+    default=("${data[@]}") small=("${data[@]}") side=() many=6 few=3 rounds=2
 else
     default=("${data[@]}" --val_tokens=1048576)
     small=("${data[@]}" --batch_size=64 --device_batch_size=64 --n_layer=12 --n_head=6
         --n_embd=768 --sequence_length=1024 --val_tokens=1048576)
-    many=40 few=15 rounds=5
+    side=(--batch_size=128) many=40 few=15 rounds=5
 fi
 
 # run_part NAME command ...: into DIR/NAME.txt, ended when the time is over
@@ -71,12 +82,33 @@ torch.version.cuda, torch.cuda.is_available() and torch.cuda.get_device_properti
 torch.backends.cudnn.version())'; lscpu | head -20; git log -1 --format=%H 2>/dev/null"
     run_part check "$python" records/tools/check.py "${default[@]}"
 }
+plan() { run_part plan "$python" records/tools/plan.py --device=H200; }
 default() {
-    run_part default_cold "$python" train_gpt2.py "${default[@]}" --num_iterations="$many" \
+    TORCHINDUCTOR_CACHE_DIR=$work/cold run_part default_cold "$python" train_gpt2.py "${default[@]}" --num_iterations="$many" \
         --val_loss_every=0 --run_id=cold
     run_part default_warm "$python" train_gpt2.py "${default[@]}" --num_iterations="$few" \
         --val_loss_every=0 --run_id=warm
     cp "$work"/logs/{cold,warm}.txt "$out" 2>/dev/null
+}
+nccl() {
+    MASTER_ADDR=127.0.0.1 MASTER_PORT=${PORT:-29511} RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 \
+        run_part nccl "$python" train_gpt2.py "${small[@]}" --num_iterations="$many" \
+        --val_loss_every=0 --run_id=nccl
+}
+candidate() {
+    local seed name pieces steps=${SIDE_STEPS:-150}
+    [ "$device" = cuda ] || steps=$many
+    for seed in $(seq 1 "${PAIRS:-2}"); do
+        for name in record7 candidate; do
+            pieces=()
+            [ "$name" = record7 ] || pieces=(--ngrams=2 --ngram_rows=251519 --key_offset=1 --logit_softcap=15)
+            run_part "${name}_seed$seed" "$python" train_gpt2.py "${small[@]}" "${side[@]}" "${pieces[@]}" \
+                --num_iterations="$steps" --warmdown_iters="$((steps * 3 / 10))" --seed="$seed" \
+                --val_loss_every="$((steps / 3))" --run_id="${name}_seed$seed"
+            cp "$work/logs/${name}_seed$seed.txt" "$out/${name}_seed${seed}_log.txt" 2>/dev/null
+        done
+    done
+    run_part candidate "$python" records/tools/report.py "$out"/*_seed*_log.txt
 }
 plain() {
     if [ "$device" = cpu ]; then local full=(); else local full=(--batch_size=512); fi
@@ -131,6 +163,6 @@ plain_run() {
     cp "$work/logs/plain_run.txt" "$out/plain_run_log.txt"
 }
 
-for part in ${*:-environment default plain muon tests resume levers}; do
+for part in ${*:-environment plan default nccl plain muon resume tests levers}; do
     "$part"
 done
