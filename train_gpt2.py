@@ -360,12 +360,11 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         """Deal the group's matrices to the ranks, the most expensive first."""
         super().add_param_group(param_group)
-        params = self.param_groups[-1]["params"]
+        params = param_group["params"]
         for p in params:
             if p.ndim < 2:
                 raise ValueError(f"Muon takes matrices, not a parameter of shape {tuple(p.shape)}")
-        params.sort(key=matrix_cost, reverse=True)
-        for p in params:
+        for p in sorted(params, key=matrix_cost, reverse=True):
             self.owner[p] = self.loads.index(min(self.loads))
             self.loads[self.owner[p]] += matrix_cost(p)
 
@@ -375,6 +374,7 @@ class Muon(torch.optim.Optimizer):
         loss = closure and torch.enable_grad()(closure)()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
+            params.sort(key=matrix_cost, reverse=True)
             sent = []
             for first in range(0, len(params), self.world_size):
                 together = params[first : first + self.world_size]

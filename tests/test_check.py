@@ -346,7 +346,9 @@ def test_a_table_of_ngrams_takes_about_as_much_more_memory_as_estimated(processe
         args = Hyperparameters(**fields)
         _, model = check.check_optimizers(args, 0, processes, torch.float32)
         estimates.append(check.estimate_memory(args, *model, CPU, processes, 2))
-    assert estimates[1] - estimates[0] == pytest.approx(peaks[1] - peaks[0], rel=0.2)
+    more, seen = estimates[1] - estimates[0], peaks[1] - peaks[0]
+    table = 4 * 400_000 * 64  # few of whose rows this text reaches: the others take no memory yet
+    assert 0.8 * seen < more < 1.2 * (seen + table)
 
 
 def test_gradients_of_a_table_are_of_the_rows_looked_up_until_ranks_sum_them(tiny):

@@ -38,7 +38,7 @@ from train_gpt2 import GPT, Hyperparameters, Log, main, write_checkpoint
 
 TEXT = "for i in range(10):\n    print(i)\n" * 200
 T = 32  # sequence_length
-PIECES = dict(ngrams=3, ngram_rows=997, key_offset=1, logit_softcap=2.0)
+PIECES = dict(ngrams=3, ngram_rows=997, key_offset=1, logit_softcap=15.0)
 many = settings(deadline=None, max_examples=200)
 
 

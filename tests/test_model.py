@@ -167,23 +167,24 @@ def head_arguments(N, C, V, dtype, weight_dtype=torch.float32):
     return x, weight, targets
 
 
-def capped(x, weight):
-    """Logits with a soft cap: what a user may put into logits_of."""
-    return 2 * torch.tanh(F.linear(x, weight).float() / 2)
+def lopsided(x, weight, softcap):
+    """Logits with another soft cap: what a user may put into logits_of."""
+    return 2 * torch.sigmoid((F.linear(x, weight).float() + 1) / 2)
 
 
-@pytest.mark.parametrize("logits_of", [train_gpt2.logits_of, capped])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("logits_of", [train_gpt2.logits_of, lopsided])
 @pytest.mark.parametrize("chunk", [1, 9, 50])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_chunks_of_the_head_change_nothing(dtype, chunk, logits_of, monkeypatch):
+def test_chunks_of_the_head_change_nothing(dtype, chunk, logits_of, softcap, monkeypatch):
     """Against autograd of the plain formula, whose logits exist all at once."""
     monkeypatch.setattr(train_gpt2, "logits_of", logits_of)
     x, weight, targets = head_arguments(50, 8, 64, dtype)
     x_ref, weight_ref = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    logits = logits_of(x_ref, weight_ref.to(dtype))
+    logits = logits_of(x_ref, weight_ref.to(dtype), softcap)
     reference = F.cross_entropy(logits, targets, ignore_index=-1)
     in_chunks_of(monkeypatch, chunk)
-    loss = ChunkedCrossEntropy.apply(x, weight, targets)
+    loss = ChunkedCrossEntropy.apply(x, weight, targets, softcap)
     (3 * loss).backward()
     (3 * reference).backward()
     assert loss.dtype == weight.grad.dtype == torch.float32 and x.grad.dtype == dtype
@@ -193,19 +194,20 @@ def test_chunks_of_the_head_change_nothing(dtype, chunk, logits_of, monkeypatch)
     torch.testing.assert_close(x.grad, x_ref.grad, **tolerance)
     torch.testing.assert_close(weight.grad, weight_ref.grad, **tolerance)
     with torch.no_grad():
-        assert torch.equal(ChunkedCrossEntropy.apply(x, weight, targets), loss)
+        assert torch.equal(ChunkedCrossEntropy.apply(x, weight, targets, softcap), loss)
 
 
-@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
 def test_the_heads_gradient_is_that_of_finite_differences(cap, monkeypatch):
-    def logits_of(x, weight):  # in float64, for differences of 1e-6
+    def logits_of(x, weight, softcap):  # in float64, for differences of 1e-6
         logits = F.linear(x, weight)
-        return cap * torch.tanh(logits / cap) if cap else logits
+        return softcap * torch.tanh(logits / softcap) if softcap else logits
 
     monkeypatch.setattr(train_gpt2, "logits_of", logits_of)
     in_chunks_of(monkeypatch, 5)
     x, weight, targets = head_arguments(12, 4, 9, torch.float64, torch.float64)
-    assert torch.autograd.gradcheck(ChunkedCrossEntropy.apply, (x, weight, targets), atol=1e-6)
+    given = x, weight, targets, cap
+    assert torch.autograd.gradcheck(ChunkedCrossEntropy.apply, given, atol=1e-6)
 
 
 @both_dtypes
@@ -213,9 +215,9 @@ def test_training_and_inference_use_one_function_of_logits(dtype, monkeypatch):
     gpt, args = make_model(dtype)
     inputs, targets = make_batch(args)
     before = gpt(inputs)
-    monkeypatch.setattr(train_gpt2, "logits_of", capped)
+    monkeypatch.setattr(train_gpt2, "logits_of", lopsided)
     logits, loss = gpt(inputs), gpt(inputs, targets)
-    torch.testing.assert_close(logits, 2 * torch.tanh(before / 2))
+    torch.testing.assert_close(logits, 2 * torch.sigmoid((before + 1) / 2))
     torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
     loss.backward()
     ours = gradients(gpt)
@@ -228,7 +230,7 @@ def test_training_and_inference_use_one_function_of_logits(dtype, monkeypatch):
 def test_a_chunk_is_an_eighth_of_the_tokens_or_as_large_as_512_of_gpt2s_vocabulary(monkeypatch):
     sizes = []
 
-    def note(x, weight, targets, count):
+    def note(x, weight, targets, softcap, count):
         sizes.append(len(x))
         return torch.zeros(())
 
@@ -240,7 +242,7 @@ def test_a_chunk_is_an_eighth_of_the_tokens_or_as_large_as_512_of_gpt2s_vocabula
     ]:
         sizes.clear()
         x, weight = torch.zeros(tokens, 1), torch.zeros(vocab_size, 1)
-        ChunkedCrossEntropy.apply(x, weight, torch.zeros(tokens, dtype=torch.long))
+        ChunkedCrossEntropy.apply(x, weight, torch.zeros(tokens, dtype=torch.long), 0.0)
         assert sizes == expected
 
 

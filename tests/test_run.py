@@ -97,10 +97,10 @@ def test_presets_are_settings_that_others_override(capsys):
 
 
 def test_the_preset_cpu_is_the_cpu_record():
-    path = next((ROOT / "records" / "2026-11-21_CPU_Record").glob("muon_seed1.txt"))
+    path = ROOT / "records" / "2026-11-22_Learn_Faster" / "seeds" / "B_round5.txt"
     logged = dict(re.findall(r"^hyperparameter (\w+)=(.*)$", path.read_text(), re.M))
     args = dataclasses.asdict(parse_args(["--preset=cpu"]))
-    same = args.keys() & logged.keys() - {"run_id", "seed", "train_files", "val_files"}
+    same = args.keys() & logged.keys() - {"run_id", "seed", "log_dir"}
     assert {name: repr(args[name]) for name in same} == {name: logged[name] for name in same}
     assert len(same) > 20
 
@@ -292,21 +292,19 @@ def synchronizations(rank, world_size, settings):
 
         return call
 
-    def keep(optimizers):
-        sync_gradients(optimizers)
-        for name, p in gpt.named_parameters():
-            if optimizers[1].owner.get(p, rank) == rank:
-                gradients[name] = p.grad.clone()
+    def keep(model):
+        sync_gradients(model)
+        gradients.update((name, p.grad.clone()) for name, p in model.named_parameters())
 
-    reduce, all_reduce, sync_gradients = dist.reduce, dist.all_reduce, train_gpt2.sync_gradients
-    dist.reduce, dist.all_reduce = counted(reduce), counted(all_reduce)
+    all_reduce, sync_gradients = dist.all_reduce, train_gpt2.sync_gradients
+    dist.all_reduce = counted(all_reduce)
     train_gpt2.sync_gradients = keep
     try:
         batch = train_loader(args, rank, world_size).next_batch()
         loss, _ = train_step(gpt, optimizers, *batch, 1.0, args)
     finally:
         train_gpt2.sync_gradients = sync_gradients
-        dist.reduce, dist.all_reduce = reduce, all_reduce
+        dist.all_reduce = all_reduce
     return loss, sizes, gradients
 
 
@@ -326,18 +324,16 @@ def test_gradients_are_synchronized_once_a_step(tiny, tmp_path):
         gpt, _, args = tiny_model(tiny, dtype=dtype)
         loss, _ = train_step(gpt, [], *train_loader(args).next_batch(), 1.0, args)
         expected[dtype] = loss, {name: p.grad for name, p in gpt.named_parameters()}
-    each = [p.numel() for p in gpt.parameters()]
+    values = sum(p.numel() for p in gpt.parameters())
     for rank in ranks:
         for dtype, (loss, sizes, gradients) in rank:
-            # each gradient once, however many micro-batches; and the loss with what is finite
-            assert sorted(sizes) == sorted([*each, 2])
+            # all gradients at once, however many micro-batches; and the loss with what is finite
+            assert sizes == [2, values]
             loss_alone, alone = expected[dtype]
             torch.testing.assert_close(loss, loss_alone, rtol=0, atol=2e-3)
+            assert gradients.keys() == alone.keys()
             for name, g in gradients.items():
                 assert close(g, alone[name], dtype), name
-    for (_, one), (_, other) in zip(*ranks):
-        owned = set(one[2]), set(other[2])
-        assert owned[0] | owned[1] == set(alone) and owned[0] & owned[1] == {"wte.weight"}
 
 
 def test_warm_up_leaves_no_trace(tiny):
@@ -413,7 +409,7 @@ def test_log_grammar_and_result(dtype, tiny, tmp_path, capsys):
     assert lines[2] == f"train_tokens:3000 val_hash:{val_hash} micro_batch:2"
     assert lines[3:5] == ["AdamW parameters:1024", "Muon parameters:6144"]
     assert lines[5].startswith("warming up, up to a minute; at step 0 the loss is high: tied ")
-    assert re.fullmatch(r"about \S+ s a step, \d:\d\d:\d\d in all, \d+ tokens/s", lines[6])
+    assert re.fullmatch(r"about \S+ s a step, \d:\d\d:\d\d in all", lines[6])
     steps = [re.fullmatch(TRAIN_LINE, line) for line in lines[7:-4] if " train_loss:" in line]
     assert [int(step[1]) for step in steps] == [1, 2, 3, 4, 5, 6]
     times = [int(step[3]) for step in steps]

@@ -75,7 +75,7 @@ def muon(W):
 
 def rounds(W):
     """Return the W matrices whose updates travel together, of each round; fewer in the last."""
-    matrices = params_of(muon(W))
+    matrices = sorted(params_of(muon(W)), key=matrix_cost, reverse=True)
     return [matrices[first : first + W] for first in range(0, len(matrices), W)]
 
 

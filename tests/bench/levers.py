@@ -106,7 +106,8 @@ def flex(train_gpt2, run):
 def loss_of_head(name, what, function, needs=""):
     """Add a lever that takes function(x, weight, targets) for the head's loss; weight as x."""
 
-    def apply(x, weight, targets):
+    def apply(x, weight, targets, softcap):
+        assert softcap == 0, "the other heads have no soft-cap"
         return function(x, weight.type_as(x), targets).float()
 
     def change(train_gpt2, run):
