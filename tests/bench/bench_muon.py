@@ -260,7 +260,7 @@ def predict(shapes, W, flops, bandwidth, latency):
     muon = Muon(params, lr=1e-4, world_size=W)
     balanced = busiest(muon.owner[p] for p in params)
     computed, travelled = [0.0] * W, 0.0
-    matrices = train_gpt2.params_of(muon)  # sorted, the most expensive first
+    matrices = sorted(params, key=train_gpt2.matrix_cost, reverse=True)  # as Muon sends them
     for first in range(0, len(matrices), W):
         together = matrices[first : first + W]
         for p in together:
