@@ -103,8 +103,8 @@ class Hyperparameters:
 
 
 PRESETS = {  # --preset=NAME: what it takes and its settings, which others override
-    "record7": "the defaults: 12.0 minutes on 8xH100 by a public log, predicted: 26 GB a GPU",
-    "24gb": "the same on one GPU of 24 GB, predicted: 14 GB --device_batch_size=32",
+    "record7": "the defaults: 12.0 minutes on 8xH100 by a public log, predicted: 28 GB a GPU",
+    "24gb": "the same on one GPU of 24 GB, predicted: 15 GB --device_batch_size=32",
     "candidate": "record 7 with bigrams, key offset and soft-cap, for a GPU to try: no result yet"
     " --ngrams=2 --ngram_rows=251519 --key_offset=1 --logit_softcap=15 --num_iterations=4600",
     "cpu": "the CPU record: 20 seconds on 2 cores, 0.8 GB, measured; bash run.sh makes its data"
