@@ -861,7 +861,7 @@ def warm_up(gpt, args, val_loader):
     """Compile by a validation and a training pass; return the seconds of a second training pass."""
     inputs, targets = val_loader.next_batch()
     functorch_config.activation_memory_budget = 1.0 if inputs.is_cuda else 0.8  # GPUs: keep all
-    gpt.compile(dynamic=False, fullgraph=not args.ngrams, disable=not args.compile)
+    gpt.compile(dynamic=False, fullgraph=args.ngrams < 2, disable=not args.compile)
     with torch.no_grad():
         gpt(inputs, targets)
     for _ in range(2):
