@@ -88,11 +88,11 @@ test_in_halves() {
 }
 
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
-if [ "$gpus" -gt 0 ]; then
-    settings=(--device=cuda)  # a driver that torch cannot use is then an error, not a CPU's run
-else
-    settings=(--preset=cpu)
-fi
+case "$gpus $*" in
+"0 "*) settings=(--preset=cpu) ;;
+*" --preset"[=\ ]cpu*) settings=() ;;
+*) settings=(--device=cuda) ;;  # a driver that torch cannot use is then an error, not a CPU's run
+esac
 
 case "${1:-}" in
 test)

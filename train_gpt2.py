@@ -342,7 +342,7 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
 
 class Muon(torch.optim.Optimizer):
     """MomentUm (Nesterov's) Orthogonalized by Newton-Schulz, for the matrices in a network.
-    It replaces the momentum U S V^T by U V^T: all directions are learnt at the same speed, an entry
+    It replaces the momentum U S V^T by U V^T: all directions are learnt at one speed. Entries move
     by about lr a step, root mean square; for Keller Jordan's 0.02 give 0.02 / sqrt(columns).
     params: (M, ...), taken as matrices (M, N), else ValueError. dtype: of products. One rank owns a
     matrix: it keeps the momentum and reads p.grad, which all ranks or none must have."""
@@ -455,7 +455,7 @@ def check_shard(path):
 @dataclasses.dataclass
 class DistributedDataLoader:
     """The batches of a run: consecutive windows of all shards laid end to end, again and again.
-    Rank r takes the r-th equal part of a step; one token more is a target. RunError: bad sizes."""
+    Rank r takes the r-th equal part of a step; one token more is a target. RunError: bad shards."""
 
     pattern: str  # glob of the shards, sorted by name
     batch_size: int  # sequences a step, of all ranks
@@ -545,7 +545,7 @@ def lr_multiplier(step, args):
 
 
 def build_optimizers(gpt, args, rank, world_size):
-    """Return [AdamW, Muon], or any others: every parameter is in exactly one, else RunError."""
+    """Return [AdamW, Muon], and Adagrad for a table. RunError: not every parameter is in one."""
     matrices = [p for p in gpt.h.parameters() if p.ndim == 2]
     tables = [gpt.ngrams.weight] if gpt.ngrams else []
     others = [p for p in gpt.parameters() if p not in {*matrices, *tables}]
@@ -584,7 +584,7 @@ def micro_batch_size(sequences, most):
 
 def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: False):
     """Do one optimizer step; return (loss, largest |gradient| of each parameter), None if stop().
-    inputs, targets: (B, T) int64 of this rank. loss: global mean, NaN if a gradient is infinite."""
+    inputs, targets: (B, T) int64 of this rank. loss: global mean, NaN for a gradient not finite."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
     loss = 0.0

@@ -54,6 +54,12 @@ def test_it_runs_goes_on_and_compares(tiny, tmp_path, arms, monkeypatch, capsys)
     rows = {line.split(" | ")[0].strip("| "): line for line in table.splitlines()}
     assert "+0.0000 (+0.0000 to +0.0000)" in rows["no change"] and "| n/a |" in rows["no change"]
     assert " | +" in rows["slow"]
+    other = out / "best_seed3.txt"
+    kept = other.read_text()
+    other.write_text(kept.replace("\nhyperparameter n_head=2\n", "\nhyperparameter n_head=1\n"))
+    with pytest.raises(ValueError, match=r"best_seed3.txt has another settings than"):
+        run("--logs", out)
+    other.write_text(kept)
     (out / "slow_seed3.txt").unlink()
     with pytest.raises(ValueError, match=r"slow has the seeds \[1, 2\], not \[1, 2, 3\]"):
         run("--logs", out)

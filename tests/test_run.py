@@ -609,6 +609,20 @@ def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, processes, tmp_path):
     assert ("--device=cuda" in command) == (gpus > 0)  # no silent run on CPUs beside GPUs
 
 
+@pytest.mark.parametrize("given", [["--preset=cpu"], ["--preset", "cpu"]])
+def test_the_cpu_record_stays_on_the_cpu_beside_gpus(given, tmp_path):
+    (tmp_path / "python").write_text(PRINT)
+    (tmp_path / "python").chmod(0o755)
+    changes = {"PYTHON": f"{tmp_path}/python", "GPUS": "8", "NPROC": "1"}
+    done = subprocess.run(
+        ["bash", ROOT / "run.sh", *given], timeout=60, capture_output=True, text=True,
+        env={**os.environ, **changes},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    argv = done.stdout.splitlines()[-1].partition("train_gpt2.py ")[2].split()
+    assert argv == given and parse_args(argv).device == "cpu"
+
+
 RECORD_STUB = """#!/bin/sh
 case "$*" in
 *device_count*) echo 0 ;;

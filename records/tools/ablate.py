@@ -7,8 +7,9 @@
 An arm is a name and how it differs from the best settings: further settings, or a diff of
 train_gpt2.py, which is applied to a copy. Seed after seed all arms run in turn, so that what slows
 the machine slows all of them. Called again with the same --out, it keeps the runs that have a
-result and goes on. Differences are paired by seed: mean, 95% t-interval, two-sided p, which Holm's
-rule corrects for the number of arms. A positive difference: the best settings are better.
+result and goes on; an arm that mixes settings or sources is refused. Differences are paired by
+seed: mean, 95% t-interval, two-sided p, which Holm's rule corrects for the number of arms. A
+positive difference: the best settings are better.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ab import step_ms
-from compare import check_finished
+from compare import check_group, unlike
 from report import command, headed, markdown, new_figure, save
 from runlog import ROOT, logs_in, packages, read, require
 
@@ -58,8 +59,7 @@ def script_of(diff, folder):
     script = ROOT / "train_gpt2.py"
     if diff is None:
         return script
-    folder = Path(folder, diff.stem)
-    folder.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=folder))  # its own: names of diffs may be equal
     copy = folder / script.name
     copy.write_text(script.read_text())
     argv = ["git", "apply", str(diff.resolve())]
@@ -83,9 +83,8 @@ def has_result(log):
 
 def train(script, argv):
     """Run a training script; return its exit status."""
-    return subprocess.run(
-        [sys.executable, script, *argv], cwd=ROOT, stdout=subprocess.PIPE
-    ).returncode
+    done = subprocess.run([sys.executable, script, *argv], cwd=ROOT, stdout=subprocess.DEVNULL)
+    return done.returncode
 
 
 def run_all(options):
@@ -119,12 +118,16 @@ def remove_weights(folder):
 
 # ---- The table ----------------------------------------------------------------------------------
 def collect(folder):
-    """Return {arm: {seed: Run}}, the best first. Raises ValueError for runs that do not pair."""
-    arms = {}
+    """Return {arm: {seed: Run}}, the best first. Raises ValueError for runs that do not compare:
+    other settings or sources within an arm, other data or seeds between them."""
+    groups = {}
     for run in logs_in(folder):
-        check_finished(run)
-        arms.setdefault(run.label.replace("_", " "), {})[run.seed] = run
-    require(BEST in arms and len(arms) > 1, f"{folder} holds no runs of {BEST!r} and of others")
+        groups.setdefault(run.label.replace("_", " "), []).append(run)
+    require(BEST in groups and len(groups) > 1, f"{folder} holds no runs of {BEST!r} and of others")
+    for name, runs in groups.items():
+        check_group(name, runs, None)
+    unlike([run for runs in groups.values() for run in runs])
+    arms = {name: {run.seed: run for run in runs} for name, runs in groups.items()}
     seeds = sorted(arms[BEST])
     for name, runs in arms.items():
         fix = "run ablate.py again to fill the gaps"
@@ -146,7 +149,6 @@ def holm(values):
 def difference(runs, best):
     """Return (mean, half of its 95% interval, p) of an arm's losses minus the best's, by seed."""
     values = [runs[seed].val_loss - best[seed].val_loss for seed in sorted(best)]
-    require(len(values) > 1, "one seed shows no spread: give --seeds=2 or more")
     half = stats.sem(values) * stats.t.ppf(0.975, len(values) - 1)
     p = stats.ttest_1samp(values, 0).pvalue if half > 0 else math.nan  # no run differs
     return statistics.mean(values), half, p

@@ -345,8 +345,9 @@ def estimate_memory(args, gpt, optimizers, device, world_size, micro):
     # result; of width 4 C: before and after the square
     width = low * (4 + 6 + 2 * 4) + more
     tokens = micro * args.sequence_length
-    blocks = args.n_layer * tokens * args.n_embd * width
-    chunk = min(tokens, max(512 * 50304 // args.vocab_size, tokens // 8))
+    blocks = tokens * args.n_embd * (args.n_layer * width + more)
+    chunks = 2 if device.type == "cuda" else 8
+    chunk = min(tokens, max(512 * 50304 // args.vocab_size, tokens // chunks))
     logits = chunk * args.vocab_size * logit + 3 * 4 * head  # and the head's gradients
     backward += blocks + logits
     file = 4 * (weights + saved_states * (args.save_every > 0))  # a checkpoint, read for its crc32

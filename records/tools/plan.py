@@ -340,9 +340,8 @@ def planned(args, device="H100", world_size=1, budget=None, build=None, dtype=No
     for part, group in kernels:
         parts[part] += seconds_of(group, rates) * (local // micro)
     rest, sent, memory = rest_of_step(args, rates, world_size, dtype)
-    table = (
-        4 * args.ngram_rows * args.n_embd * (args.ngrams > 1)
-    )  # whose gradients are put in a row
+    # a table's gradients of further micro-batches are not added, but put beside the first
+    table = 4 * args.ngram_rows * args.n_embd if args.ngrams > 1 else 0
     added = (local // micro - 1) * 3 * (memory["weights"] - table)  # of further micro-batches
     parts["gradient accumulation"] = added / rates.memory / STREAM
     parts["n-grams"] = table_seconds(args, rates, local * args.sequence_length, local // micro)
@@ -468,7 +467,7 @@ def parse(argv):
         refuse("--measure needs --device=cpu")
     args = train_gpt2.parse_args(rest)
     if own.record7 and (args.ngrams or args.key_offset or args.logit_softcap):
-        refuse("--record7 has no n-grams and no key offset: set both to 0")
+        refuse("--record7 has no n-grams, key offset or soft-cap: set them to 0")
     return own, args
 
 

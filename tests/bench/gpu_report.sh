@@ -14,7 +14,7 @@
 #   plan         what records/tools/plan.py predicts for the default settings on an H200
 #   default      40 steps of the default settings: cold start, then 15 steps with a warm cache
 #   nccl         40 steps as the one process of a group with NCCL: collectives run, if with nobody
-#   candidate    --preset=candidate's pieces against none: PAIRS seeds (default 2) of SIDE_STEPS steps
+#   candidate    --preset=candidate against record7, of a smaller batch: PAIRS seeds (default 2) of SIDE_STEPS steps
 #                (default 150) of 131,072 tokens a side
 #   plain        their step against the plain one, in turn; memory at device_batch_size 64
 #   muon         tests/bench/bench_muon.py
@@ -96,14 +96,12 @@ nccl() {
         --val_loss_every=0 --run_id=nccl
 }
 candidate() {
-    local seed name pieces steps=${SIDE_STEPS:-150}
+    local seed name steps=${SIDE_STEPS:-150}
     [ "$device" = cuda ] || steps=$many
     for seed in $(seq 1 "${PAIRS:-2}"); do
         for name in record7 candidate; do
-            pieces=()
-            [ "$name" = record7 ] || pieces=(--ngrams=2 --ngram_rows=251519 --key_offset=1 --logit_softcap=15)
-            run_part "${name}_seed$seed" "$python" train_gpt2.py "${small[@]}" "${side[@]}" "${pieces[@]}" \
-                --num_iterations="$steps" --warmdown_iters="$((steps * 3 / 10))" --seed="$seed" \
+            run_part "${name}_seed$seed" "$python" train_gpt2.py --preset="$name" "${small[@]}" \
+                "${side[@]}" --num_iterations="$steps" --warmdown_iters="$((steps * 3 / 10))" --seed="$seed" \
                 --val_loss_every="$((steps / 3))" --run_id="${name}_seed$seed"
             cp "$work/logs/${name}_seed$seed.txt" "$out/${name}_seed${seed}_log.txt" 2>/dev/null
         done
