@@ -281,7 +281,7 @@ def logits_of(x, weight, softcap):
     """Return the logits, float32 (..., V), of hidden states x (..., C); training uses them, too."""
     logits = F.linear(x, weight).float()
     if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+        logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap  # s tanh(z / s)
     return logits
 
 

@@ -12,6 +12,8 @@ import torch
 from conftest import TINY
 from fused import Fusion, groups_of, kind_of, numel, traced
 from report import command
+from torch._inductor.fx_passes import post_grad
+from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -43,10 +45,10 @@ def has_vocabulary(node):
     return any(ARGS.vocab_size in n.meta["val"].shape for n in [node, *node.all_input_nodes])
 
 
-def kernels(function, *shapes, dtype=torch.float32):
+def kernels(function, *shapes, dtype=torch.float32, online=False):
     """Return {kind: [Groups]} of a function of tensors with these shapes."""
     tensors = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-    groups = groups_of(make_fx(function, tracing_mode="fake")(*tensors).graph)
+    groups = groups_of(make_fx(function, tracing_mode="fake")(*tensors).graph, online)
     return {kind: [g for g in groups if g.kind == kind] for kind in ("product", "fused")}
 
 
@@ -150,9 +152,23 @@ def test_long_rows_are_read_for_each_sum_that_others_wait_for():
         x = (x - x.amax(1, keepdim=True)).exp()
         return x / x.sum(1, keepdim=True)
 
-    for length, reads in (fused.LONG_ROW, 1), (2 * fused.LONG_ROW, 3):
-        [kernel] = kernels(soft_max, (4, length))["fused"]
+    long = 2 * fused.LONG_ROW
+    for length, online, reads in (fused.LONG_ROW, False, 1), (long, False, 3), (long, True, 2):
+        [kernel] = kernels(soft_max, (4, length), online=online)["fused"]
         assert kernel.bytes == 4 * 4 * length * (reads + 1)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+def test_inductor_finds_its_online_soft_max_in_every_chunk_of_the_loss(softcap):
+    args = dataclasses.replace(SMALL, logit_softcap=softcap)
+    forward, _ = traced(model_of(args), args)
+    chunks = sum(map(fused.begins_soft_max, forward.nodes))
+    matcher = PatternMatcherPass()
+    register_replacement(
+        post_grad.prepare_softmax_pattern, post_grad.prepare_softmax_replacement,
+        [torch.empty(4, 8)], trace_fn=fwd_only, pass_dicts=matcher, scalar_workaround={"dim": -1},
+    )  # fmt: skip
+    assert matcher.apply(forward) == chunks > 0
 
 
 def test_halves_of_a_tensor_are_read_once():

@@ -5,7 +5,7 @@ inductor are kept instead and fused by a simple rule: element-wise operations an
 connected, between products and attention, are one kernel. It reads each value from outside once,
 and writes what is used outside. A value that can be made from no more bytes than it has is made
 again instead. Sums over rows of more than LONG_ROW values read the rows anew for what depends on
-the sum; a sum of everything ends a kernel.
+the sum, unless Triton has an online soft-max; a sum of everything ends a kernel.
 """
 
 import contextlib
@@ -230,11 +230,23 @@ def ends_kernel(node):
     return kind_of(node) in BARRIERS or (packet(node) in REDUCTIONS and numel(node) == 1)
 
 
+def begins_soft_max(node):
+    """Return whether sum(exp(x - a)) follows, of the largest value a: one pass finds both online.
+
+    Inductor's post_grad.prepare_softmax_pattern, for Triton alone; tests hold that it matches.
+    """
+    found = [node] if packet(node) is aten.amax else []
+    for operation in aten.sub, aten.exp, aten.sum:
+        found = [user for n in found for user in n.users if packet(user) is operation]
+    return bool(found)
+
+
 class Fusion:
     """The fused groups of a graph, by the rule on top of this file."""
 
-    def __init__(self, graph):
+    def __init__(self, graph, online=False):
         self.depth, self.made, self.known = {}, {}, {}
+        self.online = online
         wanted = []  # what must be in memory
         for node in graph.nodes:
             before = [self.depth[i] + ends_kernel(i) for i in node.all_input_nodes]
@@ -291,7 +303,8 @@ class Fusion:
                     ratio = max(map(numel, i.all_input_nodes), default=0) / max(1, numel(i))
                     long = packet(i) in REDUCTIONS and ratio > LONG_ROW
                     row = max(row, numel(i) * ratio if long else 0)
-                    before.append(rank[i] + long)
+                    together = self.online and begins_soft_max(i)
+                    before.append(rank[i] + (long and not together))
             rank[node] = max(before, default=0)
         return 1 + max(rank.values()), row
 
@@ -323,10 +336,10 @@ class Fusion:
         return Group("fused", sorted(inside), flops, moved, name, tuple(written), read)
 
 
-def groups_of(graph):
-    """Return all Groups of a graph: products, attention, scatters, fused."""
+def groups_of(graph, online=False):
+    """Return all Groups of a graph: products, attention, scatters, fused; online: soft-maxes."""
     alone = [barrier_group(node) for node in graph.nodes if kind_of(node) in BARRIERS]
-    return alone + Fusion(graph).groups()
+    return alone + Fusion(graph, online).groups()
 
 
 def saved_by(graph):

@@ -319,7 +319,8 @@ def part_of(group, side, vocab_size):
 
 
 def planned(args, device="H100", world_size=1, budget=None, build=None, dtype=None):
-    """Return the Plan of a step. build: of another model. RunError: sizes that do not divide."""
+    """Return the Plan of a step. build: of another model, by PyTorch 2.5, which has no online
+    soft-max. RunError: sizes that do not divide."""
     if args.batch_size % world_size:
         raise train_gpt2.RunError(f"world_size={world_size} must divide {args.batch_size}")
     where = torch.device("cpu" if device == "cpu" else "cuda")
@@ -327,9 +328,10 @@ def planned(args, device="H100", world_size=1, budget=None, build=None, dtype=No
     local = args.batch_size // world_size
     micro = train_gpt2.micro_batch_size(local, args.device_batch_size)
     args = dataclasses.replace(args, device_batch_size=micro)
+    online = device != "cpu" and not build
     build = build or (lambda: train_gpt2.GPT(args, dtype))
     graphs = fused.traced(build, args, budget, gpu=device != "cpu")
-    groups = [fused.groups_of(graph) for graph in graphs]
+    groups = [fused.groups_of(graph, online) for graph in graphs]
     rates = DEVICES.get(device) or measured_rates(groups[0], dtype)
     kernels = [
         (part_of(group, side, args.vocab_size), group)
