@@ -107,12 +107,11 @@ PRESETS = {  # --preset=NAME: what it takes and its settings, which others overr
     "24gb": "the same on one GPU of 24 GB, predicted: 15 GB --device_batch_size=32",
     "candidate": "record 7 with bigrams, key offset and soft-cap, for a GPU to try: no result yet"
     " --ngrams=2 --ngram_rows=251519 --key_offset=1 --logit_softcap=15 --num_iterations=4600",
-    "cpu": "the CPU record: 20 seconds on 2 cores, 0.8 GB, measured; bash run.sh makes its data"
+    "cpu": "the CPU record, measured: 20 s on 2 cores, 0.8 GB; run.sh makes its data --device=cpu"
     " --train_files=data/torch_sources/train_*.bin --val_files=data/torch_sources/val_*.bin"
-    " --vocab_size=257 --n_layer=2 --n_head=1 --n_embd=128 --sequence_length=256 --device=cpu"
-    " --ngrams=6 --key_offset=1 --batch_size=16 --device_batch_size=16"
-    " --num_iterations=220 --warmdown_iters=100 --learning_rate=0.03 --muon_learning_rate=0.002"
-    " --val_loss_every=55 --val_tokens=420864 --target_val_loss=1.32",
+    " --vocab_size=257 --n_layer=2 --n_head=1 --n_embd=128 --sequence_length=256 --ngrams=6"
+    " --key_offset=1 --batch_size=16 --num_iterations=220 --warmdown_iters=100 --val_loss_every=55"
+    " --learning_rate=0.03 --muon_learning_rate=0.002 --val_tokens=420864 --target_val_loss=1.32",
     "laptop": "your own text, packed into data/mine: 6 minutes on 2 cores, 0.8 GB, measured"
     " --train_files=data/mine/train_*.bin --val_files=data/mine/val_*.bin --allow_repeat=True"
     " --n_layer=4 --n_head=1 --n_embd=128 --sequence_length=256 --batch_size=16"
@@ -341,11 +340,10 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
 
 
 class Muon(torch.optim.Optimizer):
-    """MomentUm (Nesterov's) Orthogonalized by Newton-Schulz, for the matrices in a network.
-    It replaces the momentum U S V^T by U V^T: all directions are learnt at one speed. Entries move
-    by about lr a step, root mean square; for Keller Jordan's 0.02 give 0.02 / sqrt(columns).
-    params: (M, ...), taken as matrices (M, N), else ValueError. dtype: of products. One rank owns a
-    matrix: it keeps the momentum and reads p.grad, which all ranks or none must have."""
+    """MomentUm (Nesterov's) Orthogonalized by Newton-Schulz, for matrices: U V^T, not U S V^T.
+    All directions are learnt at one speed. Entries move by about lr a step, root mean square; for
+    Keller Jordan's 0.02 give 0.02 / sqrt(columns). params: (M, ...), taken as matrices (M, N), else
+    ValueError. dtype: of products. Its owner keeps a matrix's momentum; all ranks need p.grad."""
 
     def __init__(
         self, params, lr, momentum=0.95, weight_decay=0, rank=0, world_size=1, dtype=torch.bfloat16
@@ -726,7 +724,7 @@ def write_checkpoint(state, path, log):
 
 def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
     """Write what a run needs to go on; keep its newest. All ranks must call it; rank 0 writes."""
-    name = f"state_step{step:06d}.pt"
+    name = f"state_step{step:010d}.pt"
     files = list(dict.fromkeys([*log.files, name]))
     state = dict(step=step, files=files[-args.keep_checkpoints :], model=gpt.state_dict())
     state.update(hyperparameters=vars(args), train_loader=train_loader.state_dict())
@@ -758,7 +756,7 @@ def load_run_state(state, gpt, optimizers, train_loader, log):
 
 def find_checkpoint(args, log):
     """Return the state that args.resume asks for; auto: the run's newest whole one; None: start."""
-    paths = sorted(log.folder.glob("state_step*[0-9].pt"), key=lambda p: (len(p.name), p.name))
+    paths = sorted(log.folder.glob("state_step*[0-9].pt"))
     if args.resume != "auto":
         if paths and Path(args.resume).parent.resolve() != log.folder.resolve():
             raise RunError(f"{log.folder} holds checkpoints: pass --resume or another --run_id")
@@ -784,13 +782,15 @@ def find_checkpoint(args, log):
 # ---- The run: processes, plan, loop, failures ---------------------------------------------------
 def join_processes(args):
     """Join torchrun's processes, if there are any; return (rank, world_size, device)."""
-    device = torch.device("cpu")
-    if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()):
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        gpus = torch.cuda.device_count()
+    device, gpu = torch.device("cpu"), None
+    gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
+    if gpus or args.device == "cuda":
         if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
             raise RunError(f"{gpus} GPUs are visible: start as many processes, or --device=cpu")
-        torch.cuda.set_device(device)
+        if not torch.cuda.is_available():
+            raise RunError("PyTorch cannot use the GPUs: update their driver, or pass --device=cpu")
+        device = gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(gpu)
     if "RANK" in os.environ and not dist.is_initialized():
         timeout = timedelta(seconds=args.comm_timeout)
         try:
@@ -799,8 +799,8 @@ def join_processes(args):
             raise RunError(f"cannot join torchrun's processes: {error}".splitlines()[0]) from None
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(restarts, store)  # without what processes before a restart left
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, None, timeout, world_size, rank, store)
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=gpu)
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size(), device
     return 0, 1, device

@@ -43,7 +43,7 @@ def test_it_runs_goes_on_and_compares(tiny, tmp_path, arms, monkeypatch, capsys)
     begun = out / "slow_seed2.txt"
     begun.write_text(begun.read_text().partition("\nresult ")[0])
     (out / "slow_seed2").mkdir()
-    (out / "slow_seed2" / "state_step000002.pt").write_text("half")
+    (out / "slow_seed2" / "state_step0000000002.pt").write_text("half")
     again = run(*arguments, "--picture", picture)
     assert again.startswith("slow_seed2: ") and not (out / "slow_seed2").exists()
     changed = [path for path in out.iterdir() if path.stat().st_mtime_ns != times[path]]

@@ -82,7 +82,7 @@ def test_the_file_alone_trains_is_killed_and_goes_on(processes, tiny, tmp_path, 
     done = finish(run)
     assert done.returncode != 0 and "result" not in began + done.stdout
     last_saved = checkpoints(alone / "logs" / "run")[-1]
-    assert last_saved in ("state_step000040.pt", "state_step000080.pt")
+    assert last_saved in ("state_step0000000040.pt", "state_step0000000080.pt")
     done = finish(start(fields, processes, script, python=bare_python))
     assert done.returncode == 0, done.stderr
     step = int(re.search(r"\d+", last_saved)[0])
@@ -90,7 +90,7 @@ def test_the_file_alone_trains_is_killed_and_goes_on(processes, tiny, tmp_path, 
     rows = losses(done.stdout)
     assert rows == losses(whole.stdout)[-len(rows) :]
     assert validations(done.stdout)[-1] == validations(whole.stdout)[-1]
-    last = "state_step000100.pt"
+    last = "state_step0000000100.pt"
     assert bits(alone / "logs" / "run" / last) == bits(tmp_path / "logs" / "run" / last)
     assert sorted(os.listdir(alone)) == sorted(["logs", "train_gpt2.py"])
 
@@ -129,7 +129,7 @@ def test_another_optimizer_is_a_change_of_one_line(name, dtype, tiny, tmp_path):
     done = run_forked(fields, 2, script)
     assert done.returncode == 0, done.stderr
     assert "\nresume=auto: going on after step 4\n" in done.stdout
-    last = "state_step000006.pt"
+    last = "state_step0000000006.pt"
     assert bits(tmp_path / "logs" / "part" / last) == bits(tmp_path / "logs" / "w2" / last)
 
 
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_stays(processes, tiny,
     folder = tmp_path / "logs" / "m"
     before = {path: path.read_bytes() for path in folder.iterdir()}
     script = edited_script(tmp_path, (MUON, OTHERS["SGD"]))
-    for resume in "auto", folder / "state_step000006.pt":
+    for resume in "auto", folder / "state_step0000000006.pt":
         done = run_forked({**fields, "run_id": "m", "resume": resume}, processes, script)
         assert done.returncode == 1
         sentence = r"(rank \d: )?the checkpoint has \['AdamW', 'Muon'\], not \['AdamW', 'SGD'\]"

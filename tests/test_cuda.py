@@ -244,7 +244,7 @@ def test_a_run_goes_on_on_any_device(before, after, dtype, tiny, device):
     settings = {**tiny, "dtype": dtype, "save_every": 3}
     with sdpa_kernel(SDPBackend.MATH):  # others may add in any order, and so give other bits
         whole = main(Hyperparameters(**{**settings, "device": kinds[before], "run_id": "whole"}))
-        settings["resume"] = f"{tiny['log_dir']}/whole/state_step000003.pt"
+        settings["resume"] = f"{tiny['log_dir']}/whole/state_step0000000003.pt"
         resumed = main(Hyperparameters(**{**settings, "device": kinds[after], "run_id": "resumed"}))
     assert resumed == (whole if kinds[before] == kinds[after] else pytest.approx(whole, abs=1e-2))
 

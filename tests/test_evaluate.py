@@ -169,7 +169,7 @@ def test_validation_is_that_of_the_run(trained, gpt, capsys):
     assert exact == pytest.approx(state["val_loss"], abs=1e-6)
     tokens = torch.from_numpy(loader.read(0, VAL_TOKENS + 1).astype("int32"))
     assert evaluate.nats_of(gpt, tokens, T, T) / VAL_TOKENS == pytest.approx(exact, abs=1e-6)
-    for path in trained, trained / "state_step000008.pt":  # of a folder, model.pt
+    for path in trained, trained / "state_step0000000008.pt":  # of a folder, model.pt
         table = run(capsys, path)
         assert loss_of(table[args.val_files]) == (VAL_TOKENS, round(state["val_loss"], 4))
         val_loss = re.findall(r"run's own val_loss:(\S+)", table[""])

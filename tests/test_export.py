@@ -55,7 +55,7 @@ def no_traces(tmp_path_factory):
 
 
 def train(folder, **pieces):
-    """Train on bytes; return a folder with w.txt, w/model.pt and w/state_step000040.pt."""
+    """Train on bytes; return a folder with w.txt, w/model.pt and w/state_step0000000040.pt."""
     tokens = [256, *TEXT.encode()]
     write_shard(folder / "train_0.bin", tokens)
     write_shard(folder / "val_0.bin", tokens[:1000])
@@ -426,7 +426,7 @@ def test_the_code_of_the_export_needs_torch_and_transformers_alone(folder):
 
 def test_a_later_export_replaces_an_earlier_one_and_a_failed_one_does_not(logs, folder, tmp_path):
     out = tmp_path / "new" / "folder"
-    said = export.export(logs / "w" / "state_step000040.pt", out)
+    said = export.export(logs / "w" / "state_step0000000040.pt", out)
     assert "32,800 parameters after step 40, its log\n" in said and str(out) in said
     first = {path.name: path.read_bytes() for path in out.iterdir()}
     export.export(logs / "w" / "model.pt", out)
@@ -575,7 +575,7 @@ def test_the_cards_own_example_runs(folder, monkeypatch, capsys):
 
 
 def test_the_card_of_a_checkpoint_is_of_its_step(logs):
-    path = logs / "w" / "state_step000040.pt"
+    path = logs / "w" / "state_step0000000040.pt"
     state = weights.read(path)
     lines = " ".join(export.training_lines(state, export.log_of(path, state)))
     assert "Steps: 40 of 60 planned. " in lines and " seen 10,240 tokens " in lines
@@ -602,8 +602,8 @@ def test_the_card_of_a_run_that_was_cut_says_so(logs, tmp_path):
     """Its log holds the validation before the cut."""
     log = (logs / "w.txt").read_text()
     end = re.search(r"^step:31/60 .*\n", log, re.M).end()
-    path = tmp_path / "w" / "state_step000030.pt"
-    state = weights.read(logs / "w" / "state_step000040.pt") | {"step": 30}
+    path = tmp_path / "w" / "state_step0000000030.pt"
+    state = weights.read(logs / "w" / "state_step0000000040.pt") | {"step": 30}
     write(path, state)
     (tmp_path / "w.txt").write_text(log[:end])
     run = export.log_of(path, state)

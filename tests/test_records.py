@@ -285,7 +285,7 @@ def test_resumed_log_counts_a_repeated_step_once(old, tmp_path):
     path.write_text(whole + second.replace("device:CPU one", "device:CPU two"))
     assert runlog.read(path).facts["device"] == "CPU one then CPU two"
     assert run.facts["device"] == "CPU one" and run.number("compile") == 3.5
-    path.write_text(f"logs/a/state_step000020.pt is not a whole checkpoint\n{whole}{second}")
+    path.write_text(f"logs/a/state_step0000000020.pt is not a whole checkpoint\n{whole}{second}")
     assert runlog.read(path).sources == run.sources
     changes = [("a script", "another"), ("=8\n", "=9\n")] + [("FORMAT = 1", "FORMAT = 2")] * old
     for before, after in changes:

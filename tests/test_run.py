@@ -221,6 +221,40 @@ def test_more_processes_than_gpus_are_refused(processes, tiny, tmp_path):
     assert re.fullmatch(sentence, done.stderr)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver works")
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_gpus_whose_driver_is_unusable_are_no_silent_run_on_cpus(device, tiny, tmp_path):
+    script = edited_script(tmp_path, ("torch.cuda.device_count()", "1"))
+    done = run_forked({**tiny, "device": device}, 1, script)
+    assert done.returncode == 1 and done.stdout == ""
+    fix = "update their driver, or pass --device=cpu"
+    assert done.stderr == f"train_gpt2.py: PyTorch cannot use the GPUs: {fix}\n"
+    assert run_forked({**tiny, "num_iterations": 1}, 1, script).returncode == 0  # device=cpu
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
+def test_a_process_group_knows_its_gpu(device, tiny, monkeypatch):
+    """The ranks of a node, on a stand-in for CUDA and for the group."""
+    asked = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(set=device))
+    monkeypatch.setattr(dist, "rendezvous", lambda *a, **n: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, *a, **n: asked.update(backend=backend, **n)
+    )
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    *_, chosen = train_gpt2.join_processes(Hyperparameters(**{**tiny, "device": device}))
+    if device == "cpu":
+        assert chosen == torch.device("cpu")
+        assert asked == {"backend": "gloo", "device_id": None}
+    else:
+        gpu = torch.device("cuda", 1)
+        assert chosen == gpu
+        assert asked == {"set": gpu, "backend": "cpu:gloo,cuda:nccl", "device_id": gpu}
+
+
 def test_a_log_is_never_overwritten(tiny):
     args = Hyperparameters(**{**tiny, "run_id": "mine", "num_iterations": 1})
     main(args)
@@ -472,7 +506,7 @@ def test_repetition_needs_a_word(tiny, tmp_path):
     """Without it a run of one step more is refused, above; with it the stream begins again."""
     settings = {**tiny, "num_iterations": 17, "val_loss_every": 0, "allow_repeat": True}
     main(Hyperparameters(**{**settings, "run_id": "r", "save_every": 17}))
-    state = torch.load(tmp_path / "logs" / "r" / "state_step000017.pt", weights_only=True)
+    state = torch.load(tmp_path / "logs" / "r" / "state_step0000000017.pt", weights_only=True)
     assert state["train_loader"]["position"] == 17 * 12 * 16 > 3000
 
 
@@ -484,10 +518,10 @@ def test_checkpoints_are_whole_and_load(dtype, tiny):
     folder = Path(tiny["log_dir"], "c")
     assert sorted(os.listdir(folder)) == [
         "model.pt",
-        "state_step000004.pt",
-        "state_step000006.pt",
+        "state_step0000000004.pt",
+        "state_step0000000006.pt",
     ]
-    state = torch.load(folder / "state_step000006.pt", weights_only=True)
+    state = torch.load(folder / "state_step0000000006.pt", weights_only=True)
     args = Hyperparameters(**state["hyperparameters"])
     gpt = GPT(args, getattr(torch, dtype))
     gpt.load_state_dict(state["model"])

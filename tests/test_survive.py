@@ -87,17 +87,17 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_is_the_same(
         assert done.returncode == 0, done.stderr
         assert f"resume=auto: going on after step {step - 2}\n" in done.stdout
         assert done.stdout.endswith(f"\nstopped by a signal after step {step}\n")
-        assert checkpoints(folder)[-1] == f"state_step{step:06d}.pt"
+        assert checkpoints(folder)[-1] == f"state_step{step:010d}.pt"
     line = "        os.replace(partial, path)\n"
     kill = "        if state['step'] == 10:\n            os.kill(os.getpid(), signal.SIGKILL)\n"
     script = edited_script(tmp_path, (line, kill + line))
     done = run_forked({**fields, "save_every": 1}, processes, script)
     assert done.returncode == -signal.SIGKILL
-    assert checkpoints(folder)[-1] == "state_step000009.pt"
+    assert checkpoints(folder)[-1] == "state_step0000000009.pt"
     done = run_forked({**fields, "save_every": 12}, processes)
     assert done.returncode == 0, done.stderr
     assert "resume=auto: going on after step 9\n" in done.stdout
-    last = "state_step000012.pt"
+    last = "state_step0000000012.pt"
     assert bits(folder / last) == bits(folder.parent / "whole" / last)
     assert validations(whole.stdout)[-1] == validations(done.stdout)[-1]
     log = (tmp_path / "logs" / "part.txt").read_text()  # auto goes on in the run's own log
@@ -115,7 +115,7 @@ def test_fault_6_a_second_signal_ends_the_run_at_once(tiny, tmp_path):
     kill = "os.kill(os.getpid(), signal.SIGINT); " + kill  # torchrun's, after that of a terminal
     done = run_with_fault(kill, {**tiny, "run_id": "other"}, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert checkpoints(tmp_path / "logs" / "other") == ["state_step000004.pt"]
+    assert checkpoints(tmp_path / "logs" / "other") == ["state_step0000000004.pt"]
 
 
 def stop_at(call):
@@ -136,7 +136,7 @@ def test_fault_6_signals_are_looked_at_between_micro_batches(
     """What was done of an unfinished step is forgotten: the resumed run is the same to the bit."""
     fields = {**tiny, "dtype": dtype, "save_every": 6}
     main(Hyperparameters(**{**fields, "run_id": "whole"}))
-    whole = bits(tmp_path / "logs" / "whole" / "state_step000006.pt")
+    whole = bits(tmp_path / "logs" / "whole" / "state_step0000000006.pt")
     forward, training = train_gpt2.GPT.forward, []
 
     def counted(self, *arguments):
@@ -151,9 +151,9 @@ def test_fault_6_signals_are_looked_at_between_micro_batches(
         assert sum(training) == 2 + micro_batches  # and the warm-up's
         assert capsys.readouterr().out.endswith("\nstopped by a signal after step 2\n")
         folder = tmp_path / "logs" / args.run_id
-        assert checkpoints(folder) == ["state_step000002.pt"]
+        assert checkpoints(folder) == ["state_step0000000002.pt"]
         assert main(args) is not None
-        assert bits(folder / "state_step000006.pt") == whole
+        assert bits(folder / "state_step0000000006.pt") == whole
 
 
 def test_a_signal_before_the_first_step_is_kept(tiny, tmp_path):
@@ -189,7 +189,7 @@ def test_a_killed_rank_is_restarted_by_torchrun(tiny, tmp_path):
     done = finish(start(fields, 2, script, ["--standalone", "--max-restarts=1"]))
     assert done.returncode == 0, done.stderr
     assert "resume=auto: going on after step 8\n" in done.stdout
-    last = "state_step000012.pt"
+    last = "state_step0000000012.pt"
     assert bits(tmp_path / "logs" / "again" / last) == bits(tmp_path / "logs" / "whole" / last)
 
 
@@ -269,7 +269,10 @@ def test_fault_8_a_programming_mistake_shows_its_traceback_once(processes, rank,
     assert summaries(done) == f"{beginning} (most recent call last):"
     assert done.stderr.count("Traceback") == 1
     assert re.search(r"edited\.py.*\nValueError: my mistake\n", done.stderr, re.S)
-    assert checkpoints(tmp_path / "logs" / "e") == ["state_step000002.pt", "state_step000004.pt"]
+    assert checkpoints(tmp_path / "logs" / "e") == [
+        "state_step0000000002.pt",
+        "state_step0000000004.pt",
+    ]
 
 
 @both_dtypes
@@ -284,7 +287,10 @@ def test_fault_13_a_gradient_that_is_not_finite_names_step_rank_and_parameter(
     bad = [[]] * (processes - 1) + [["h.1.mlp.c_fc.weight"]]
     sentence = "train_loss is nan at step 5: lower the learning rates; bad gradients, by rank: "
     assert re.sub(r"^rank \d: ", "", text) == f"{sentence}{bad}"
-    assert checkpoints(tmp_path / "logs" / "n") == ["state_step000002.pt", "state_step000004.pt"]
+    assert checkpoints(tmp_path / "logs" / "n") == [
+        "state_step0000000002.pt",
+        "state_step0000000004.pt",
+    ]
 
 
 OUT_OF_MEMORY = "out of memory: pass .*--device_batch_size.*"
@@ -316,11 +322,11 @@ def test_a_full_disk_is_told_and_training_goes_on(tiny, tmp_path):
     fault = "resource.setrlimit(resource.RLIMIT_FSIZE, (90000, 90000))"
     done = run_with_fault(fault, fields, tmp_path)
     assert done.returncode == 0, done.stderr
-    warning = "\nwarning: state_step000006.pt was not written ([Errno 27] File too large)\n"
+    warning = "\nwarning: state_step0000000006.pt was not written ([Errno 27] File too large)\n"
     assert done.stdout.count(warning) == 1
     assert done.stdout.count("warning: ") == 2 == 1 + done.stdout.count("warning: model.pt was ")
     assert "step:6/6 val_loss" in done.stdout and "\nresult val_loss" in done.stdout
-    expected = ["state_step000002.pt", "state_step000004.pt"]
+    expected = ["state_step0000000002.pt", "state_step0000000004.pt"]
     assert sorted(os.listdir(tmp_path / "logs" / "f")) == expected
 
 
@@ -339,9 +345,9 @@ def test_a_disk_that_is_full_for_a_while(tiny, tmp_path, monkeypatch, capsys):
     assert steps == [1, 2, 3, 4, 4]  # the last when the run was stopped
     assert capsys.readouterr().out.count("was not written ([Errno 28] No space left on dev") == 3
     folder = tmp_path / "logs" / "w"
-    assert checkpoints(folder) == ["state_step000001.pt", "state_step000002.pt"]
+    assert checkpoints(folder) == ["state_step0000000001.pt", "state_step0000000002.pt"]
     main(Hyperparameters(**{**tiny, "run_id": "w", "save_every": 5, "resume": "auto"}))
-    assert checkpoints(folder) == ["state_step000005.pt", "state_step000006.pt"]
+    assert checkpoints(folder) == ["state_step0000000005.pt", "state_step0000000006.pt"]
 
 
 def test_fault_6_a_log_on_a_full_disk_does_not_end_training(tiny, tmp_path):
@@ -373,7 +379,7 @@ def test_fault_6_output_that_cannot_be_written_does_not_end_training(output, tin
 def half(tiny):
     """Settings that go on with a run of six steps, which a signal has ended after three."""
     assert main(Hyperparameters(**{**tiny, "run_id": "half"}), stop_at(3 * 6 + 1)) is None
-    return {**tiny, "resume": f"{tiny['log_dir']}/half/state_step000003.pt"}
+    return {**tiny, "resume": f"{tiny['log_dir']}/half/state_step0000000003.pt"}
 
 
 @both_dtypes
@@ -382,7 +388,7 @@ def test_a_run_goes_on_with_other_processes_and_micro_batches(dtype, tiny, capsy
     main(Hyperparameters(**fields))
     whole = capsys.readouterr().out
     main(Hyperparameters(**{**fields, "run_id": "half"}), stop_at(3 * 6 + 1))
-    fields["resume"] = f"{tiny['log_dir']}/half/state_step000003.pt"
+    fields["resume"] = f"{tiny['log_dir']}/half/state_step0000000003.pt"
     for processes, size in (1, 12), (2, 3), (3, 2):
         done = run_forked({**fields, "device_batch_size": size}, processes)
         assert done.returncode == 0, done.stderr
@@ -402,7 +408,7 @@ def test_a_run_may_grow(half, capsys):
 
 def test_a_finished_run_only_says_its_result_again(tiny, tmp_path):
     fields = {**tiny, "run_id": "r", "save_every": 100}
-    path = tmp_path / "logs" / "r" / "state_step000006.pt"
+    path = tmp_path / "logs" / "r" / "state_step0000000006.pt"
     first = main(Hyperparameters(**fields))
     before = bits(path)
     assert main(Hyperparameters(**{**fields, "resume": "auto"})) == first
@@ -609,7 +615,7 @@ def test_what_is_no_whole_checkpoint_is_refused(damage, tiny, tmp_path, monkeypa
     monkeypatch.setenv("HOSTILE_FOLDER", str(tmp_path / "hostile"))
     fields = {**tiny, "run_id": "d", "save_every": 2}
     main(Hyperparameters(**fields), stop_at(4 * 6 + 1))
-    newest = tmp_path / "logs" / "d" / "state_step000004.pt"
+    newest = tmp_path / "logs" / "d" / "state_step0000000004.pt"
     DAMAGES[damage](newest)
     before = content(newest.parent)
     with pytest.raises(RunError, match="whole"):
@@ -664,7 +670,7 @@ def two(tmp_path_factory):
     }  # fmt: skip
     main(Hyperparameters(**fields))
     args = Hyperparameters(**{**fields, "resume": "auto"})
-    newest = folder / "logs" / "two" / "state_step000002.pt"
+    newest = folder / "logs" / "two" / "state_step0000000002.pt"
     second = find(args)
     whole = newest.read_bytes()
     newest.unlink()
@@ -712,8 +718,8 @@ def test_fault_5_auto_takes_the_newest_by_its_step(two):
     newest.write_bytes(whole)
     os.utime(newest, (1, 1))
     assert find(args) == second
-    oldest = newest.with_name("state_step000001.pt").read_bytes()
-    later = {"state_step999999.pt": oldest, "state_step1000000.pt": whole}
+    oldest = newest.with_name("state_step0000000001.pt").read_bytes()
+    later = {"state_step0000999999.pt": oldest, "state_step0001000000.pt": whole}
     for name, data in later.items():
         newest.with_name(name).write_bytes(data)
     newest.unlink()
@@ -721,7 +727,7 @@ def test_fault_5_auto_takes_the_newest_by_its_step(two):
     for name in later:
         newest.with_name(name).unlink()
     assert found == second != first
-    copy = newest.with_name("state_step000001_mine.pt")  # not a name that a run gives
+    copy = newest.with_name("state_step0000000001_mine.pt")  # not a name that a run gives
     copy.write_bytes(oldest)
     newest.write_bytes(whole)
     found = find(args)
@@ -741,7 +747,7 @@ def test_old_checkpoints_and_left_overs_go_away(tiny, tmp_path):
     folder.mkdir(parents=True)
     (folder / "partial").write_text("as a killed process leaves it")
     main(Hyperparameters(**{**tiny, "run_id": "o", "save_every": 1, "keep_checkpoints": 3}))
-    names = [f"state_step00000{i}.pt" for i in (4, 5, 6)]
+    names = [f"state_step000000000{i}.pt" for i in (4, 5, 6)]
     assert sorted(os.listdir(folder)) == ["model.pt", *names]
 
 
@@ -749,13 +755,13 @@ def test_fault_1_what_the_run_did_not_write_is_never_deleted(tiny, tmp_path):
     fields = {**tiny, "run_id": "k", "save_every": 1, "keep_checkpoints": 1}
     main(Hyperparameters(**fields), stop_at(3 * 6 + 1))
     folder = tmp_path / "logs" / "k"
-    whole = (folder / "state_step000003.pt").read_bytes()
-    strangers = {"state_step000001.pt": whole, "state_step000009.pt": b"", "best.pt": whole}
+    whole = (folder / "state_step0000000003.pt").read_bytes()
+    strangers = {"state_step0000000001.pt": whole, "state_step0000000009.pt": b"", "best.pt": whole}
     for name, data in strangers.items():
         (folder / name).write_bytes(data)
     main(Hyperparameters(**{**fields, "resume": "auto"}))
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert set(files) == {"model.pt", "state_step000006.pt", *strangers}
+    assert set(files) == {"model.pt", "state_step0000000006.pt", *strangers}
     assert strangers.items() <= files.items()
 
 
@@ -814,5 +820,5 @@ def test_two_nodes_of_two_are_one_of_four(tiny, tmp_path):
     ended = [finish(agent) for agent in agents]
     assert [done.returncode for done in ended] == [0, 0], ended
     assert losses("".join(done.stdout for done in ended)) == losses(one.stdout)
-    last = "state_step000006.pt"
+    last = "state_step0000000006.pt"
     assert bits(tmp_path / "logs" / "one" / last) == bits(tmp_path / "logs" / "two" / last)

@@ -33,7 +33,7 @@ def find(path, log_dir="logs"):
         return newest(log_dir)
     path = Path(path)
     if path.is_dir():
-        checkpoints = sorted(path.glob("state_step*.pt"), key=lambda each: (len(each.name), each))
+        checkpoints = sorted(path.glob("state_step*.pt"))
         found = [*checkpoints, *path.glob("model.pt")]
         if not found:
             raise RunError(f"{path} holds no weights: give a run's folder or a file")

@@ -134,7 +134,7 @@ resume() {
     run_part resume_cut "$python" train_gpt2.py "${settings[@]}" --resume=auto
     run_part resume "$python" -c "
 import torch
-whole, cut = (torch.load('$work/logs/%s/state_step%06d.pt' % (name, $few), weights_only=True)['model']
+whole, cut = (torch.load('$work/logs/%s/state_step%010d.pt' % (name, $few), weights_only=True)['model']
               for name in ('whole', 'cut'))
 worst = max((whole[name] - cut[name]).abs().max().item() for name in whole)
 print('killed after a checkpoint and gone on: greatest difference of a weight', worst)"

@@ -93,7 +93,7 @@ class Run:
 
     def checkpoints(self):
         """Return the run's own, oldest first."""
-        paths = sorted(self.folder.glob("state_step??????.pt"))
+        paths = sorted(self.folder.glob("state_step??????????.pt"))
         return [path for path in paths if path not in self.foreign]
 
     def add_foreign(self):
@@ -101,8 +101,8 @@ class Run:
         if self.foreign or not self.checkpoints():
             return
         whole = self.checkpoints()[0].read_bytes()
-        self.foreign[self.folder / "state_step000000_mine.pt"] = whole
-        self.foreign[self.folder / "state_step999999.pt"] = whole[: len(whole) // 2]
+        self.foreign[self.folder / "state_step0000000000_mine.pt"] = whole
+        self.foreign[self.folder / "state_step0000999999.pt"] = whole[: len(whole) // 2]
         for path, content in self.foreign.items():
             path.write_bytes(content)
 
