@@ -6,7 +6,8 @@
 #   1  environment plan default nccl    does it train, how fast, is the plan right, does NCCL work
 #   2  candidate                        is the candidate better than record 7 at equal tokens
 #   3  plain muon resume                the step against a plain one; Muon; resumed to the bit or not
-#   4  tests levers                     tests of CUDA alone; which lever to take (LEVERS=... for some)
+#   4  tests levers                     tests of CUDA alone; which lever to take, such as LEVERS="coordinate
+#                                       descent,most kept,8 chunks,one product,flash attention,Muon compiled"
 #   5  run                              a curve to look at; 6  plain_run, its rival
 # The compiler's cache stays in CACHE (default logs/gpu_cache) between calls. Without names: the parts of
 # calls 1, 3 and 4. Each part writes its own text file into DIR at once, so whatever cuts it leaves the rest:

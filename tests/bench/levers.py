@@ -102,6 +102,18 @@ def flex(train_gpt2, run):
     train_gpt2.F = Functional()
 
 
+@lever("one product", "q, k and v by one product, of their weights side by side")
+def one_product(train_gpt2, run):
+    weights = "torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight]).type_as(x)"
+    rewrite(
+        train_gpt2,
+        "CausalSelfAttention",
+        ("self.c_q(x)", f"(qkv := F.linear(x, {weights}).chunk(3, -1))[0]"),
+        ("self.c_k(x)", "qkv[1]"),
+        ("self.c_v(x)", "qkv[2]"),
+    )
+
+
 # ---- Residual stream, head and loss -------------------------------------------------------------
 def loss_of_head(name, what, function, needs=""):
     """Add a lever that takes function(x, weight, targets) for the head's loss; weight as x."""
@@ -209,7 +221,16 @@ def compiled_autograd(train_gpt2, run):
     train_gpt2.train_step = train_step
 
 
-compiling("all kept", "activation_memory_budget 1: nothing computed again", with_budget(1.0))
+def tuned(train_gpt2, gpt, **options):
+    torch._inductor.config.coordinate_descent_tuning = True
+    nn.Module.compile(gpt, **options)
+
+
+compiling(
+    "coordinate descent", "kernels' sizes tried out: coordinate_descent_tuning", tuned, "cuda"
+)
+compiling("all kept", "activation_memory_budget 1, as on GPUs: all kept", with_budget(1.0), "cpu")
+compiling("most kept", "activation_memory_budget 0.8, as on CPUs", with_budget(0.8), "cuda")
 compiling("half kept", "activation_memory_budget 0.5: attention computed again", with_budget(0.5))
 
 
