@@ -88,11 +88,11 @@ test_in_halves() {
 }
 
 gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
-case "$gpus $*" in
-"0 "*) settings=(--preset=cpu) ;;
-*" --preset"[=\ ]cpu*) settings=() ;;
-*) settings=(--device=cuda) ;;  # a driver that torch cannot use is then an error, not a CPU's run
+case " $* " in
+*" --preset"[=\ ]"cpu "*) gpus=0 ;;  # the CPU record, also beside GPUs
 esac
+settings=()
+[ "$gpus" -gt 0 ] || settings=(--preset=cpu)
 
 case "${1:-}" in
 test)
@@ -110,7 +110,7 @@ data) pack_torch_sources ;;
 *)
     case "$gpus $*" in
     *" --preset"[=\ ]laptop* | *" --train_files"* | *" --help"* | *" -h"*) ;;  # no data of ours
-    *" --preset"[=\ ]cpu* | "0 "*) pack_torch_sources ;;
+    "0 "*) pack_torch_sources ;;
     *) "$python" data/fineweb.py ;;
     esac
     # given settings, it is the user's run; as it stands, the CPU record ends with a sample

@@ -107,7 +107,7 @@ PRESETS = {  # --preset=NAME: what it takes and its settings, which others overr
     "24gb": "the same on one GPU of 24 GB, predicted: 15 GB --device_batch_size=32",
     "candidate": "record 7 with bigrams, key offset and soft-cap, for a GPU to try: no result yet"
     " --ngrams=2 --ngram_rows=251519 --key_offset=1 --logit_softcap=15 --num_iterations=4600",
-    "cpu": "the CPU record, measured: 20 s on 2 cores, 0.8 GB; run.sh makes its data --device=cpu"
+    "cpu": "the CPU record, measured: 21 s on 2 cores, 0.8 GB; run.sh makes its data --device=cpu"
     " --train_files=data/torch_sources/train_*.bin --val_files=data/torch_sources/val_*.bin"
     " --vocab_size=257 --n_layer=2 --n_head=1 --n_embd=128 --sequence_length=256 --ngrams=6"
     " --key_offset=1 --batch_size=16 --num_iterations=220 --warmdown_iters=100 --val_loss_every=55"
@@ -280,7 +280,7 @@ def logits_of(x, weight, softcap):
     """Return the logits, float32 (..., V), of hidden states x (..., C); training uses them, too."""
     logits = F.linear(x, weight).float()
     if softcap:
-        logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap  # s tanh(z / s)
+        logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap  # s tanh(z / s), faster
     return logits
 
 
@@ -342,8 +342,8 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
 class Muon(torch.optim.Optimizer):
     """MomentUm (Nesterov's) Orthogonalized by Newton-Schulz, for matrices: U V^T, not U S V^T.
     All directions are learnt at one speed. Entries move by about lr a step, root mean square; for
-    Keller Jordan's 0.02 give 0.02 / sqrt(columns). params: (M, ...), taken as matrices (M, N), else
-    ValueError. dtype: of products. Its owner keeps a matrix's momentum; all ranks need p.grad."""
+    Keller Jordan's 0.02 give 0.02 / sqrt(columns). params: (M, ...), seen as matrices (M, N), else
+    ValueError. dtype: of products. One rank owns a matrix and its momentum; p.grad: all or none."""
 
     def __init__(
         self, params, lr, momentum=0.95, weight_decay=0, rank=0, world_size=1, dtype=torch.bfloat16
@@ -453,7 +453,7 @@ def check_shard(path):
 @dataclasses.dataclass
 class DistributedDataLoader:
     """The batches of a run: consecutive windows of all shards laid end to end, again and again.
-    Rank r takes the r-th equal part of a step; one token more is a target. RunError: bad shards."""
+    Rank r takes the r-th equal part of a step; one token more is a target. RunError: bad input."""
 
     pattern: str  # glob of the shards, sorted by name
     batch_size: int  # sequences a step, of all ranks
@@ -582,7 +582,7 @@ def micro_batch_size(sequences, most):
 
 def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: False):
     """Do one optimizer step; return (loss, largest |gradient| of each parameter), None if stop().
-    inputs, targets: (B, T) int64 of this rank. loss: global mean, NaN for a gradient not finite."""
+    inputs, targets: (B, T) int64 of this rank. loss: global mean, NaN for an infinite gradient."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
     loss = 0.0
@@ -785,10 +785,10 @@ def join_processes(args):
     device, gpu = torch.device("cpu"), None
     gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
     if gpus or args.device == "cuda":
+        if gpus and not torch.cuda.is_available():
+            raise RunError("PyTorch cannot use the GPUs: update their driver, or pass --device=cpu")
         if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
             raise RunError(f"{gpus} GPUs are visible: start as many processes, or --device=cpu")
-        if not torch.cuda.is_available():
-            raise RunError("PyTorch cannot use the GPUs: update their driver, or pass --device=cpu")
         device = gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(gpu)
     if "RANK" in os.environ and not dist.is_initialized():

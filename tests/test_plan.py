@@ -159,6 +159,7 @@ def test_long_rows_are_read_for_each_sum_that_others_wait_for():
         assert kernel.bytes == 4 * 4 * length * (reads + 1)
 
 
+@pytest.mark.skipif(not hasattr(post_grad, "prepare_softmax_pattern"), reason="an older torch")
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 def test_inductor_finds_its_online_soft_max_in_every_chunk_of_the_loss(softcap):
     args = dataclasses.replace(SMALL, logit_softcap=softcap)

@@ -338,15 +338,17 @@ def estimate_memory(args, gpt, optimizers, device, world_size, micro):
     low = gpt.dtype.itemsize  # bytes of a product's result
     products = head + sum(p.numel() for p in gpt.h.parameters())  # weights that they take
     backward = 4 * gradients + (low * products if low < 4 else 0)
-    # bytes of a logit, and of a token and channel of a block beyond what is named below: more where
-    # no operations are fused
+    # chunks of the head's loss, bytes of a logit, and of a token and channel of a block beyond what
+    # is named below: where no operations are fused, of each block and again of the one that runs
+    chunks = 2 if device.type == "cuda" else 8
     logit, more = (8, 0) if args.compile else (12, 48)
+    if device.type == "cuda" and args.compile:
+        logit = 4  # as records/tools/plan.py has it: bf16 logits and their gradients
     # of width C: residual and its norm twice; q, k, v, normed and turned q and k, attention's
     # result; of width 4 C: before and after the square
     width = low * (4 + 6 + 2 * 4) + more
     tokens = micro * args.sequence_length
     blocks = tokens * args.n_embd * (args.n_layer * width + more)
-    chunks = 2 if device.type == "cuda" else 8
     chunk = min(tokens, max(512 * 50304 // args.vocab_size, tokens // chunks))
     logits = chunk * args.vocab_size * logit + 3 * 4 * head  # and the head's gradients
     backward += blocks + logits

@@ -5,7 +5,7 @@ inductor are kept instead and fused by a simple rule: element-wise operations an
 connected, between products and attention, are one kernel. It reads each value from outside once,
 and writes what is used outside. A value that can be made from no more bytes than it has is made
 again instead. Sums over rows of more than LONG_ROW values read the rows anew for what depends on
-the sum, unless Triton has an online soft-max; a sum of everything ends a kernel.
+the sum; Triton finds a soft-max's maximum and sum in one pass. A sum of everything ends a kernel.
 """
 
 import contextlib
@@ -231,7 +231,7 @@ def ends_kernel(node):
 
 
 def begins_soft_max(node):
-    """Return whether sum(exp(x - a)) follows, of the largest value a: one pass finds both online.
+    """Return whether a node is a = amax(x), and sum(exp(x - a)) follows: one pass then finds both.
 
     Inductor's post_grad.prepare_softmax_pattern, for Triton alone; tests hold that it matches.
     """
@@ -337,7 +337,8 @@ class Fusion:
 
 
 def groups_of(graph, online=False):
-    """Return all Groups of a graph: products, attention, scatters, fused; online: soft-maxes."""
+    """Return all Groups of a graph: products, attention, scatters, fused. online: whether a
+    soft-max finds its maximum and its sum in one pass."""
     alone = [barrier_group(node) for node in graph.nodes if kind_of(node) in BARRIERS]
     return alone + Fusion(graph, online).groups()
 

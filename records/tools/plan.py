@@ -319,8 +319,8 @@ def part_of(group, side, vocab_size):
 
 
 def planned(args, device="H100", world_size=1, budget=None, build=None, dtype=None):
-    """Return the Plan of a step. build: of another model, by PyTorch 2.5, which has no online
-    soft-max. RunError: sizes that do not divide."""
+    """Return the Plan of a step. build: returns another model, planned as PyTorch 2.5 compiles it,
+    without an online soft-max. RunError: sizes that do not divide."""
     if args.batch_size % world_size:
         raise train_gpt2.RunError(f"world_size={world_size} must divide {args.batch_size}")
     where = torch.device("cpu" if device == "cpu" else "cuda")

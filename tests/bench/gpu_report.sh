@@ -6,8 +6,8 @@
 #   1  environment plan default nccl    does it train, how fast, is the plan right, does NCCL work
 #   2  candidate                        is the candidate better than record 7 at equal tokens
 #   3  plain muon resume                the step against a plain one; Muon; resumed to the bit or not
-#   4  tests levers                     tests of CUDA alone; which lever to take, such as LEVERS="coordinate
-#                                       descent,most kept,8 chunks,one product,flash attention,Muon compiled"
+#   4  tests levers                     tests of CUDA alone; which lever to take. All take several calls;
+#      LEVERS="coordinate descent,most kept,8 chunks,one product,flash attention,Muon compiled" first
 #   5  run                              a curve to look at; 6  plain_run, its rival
 # The compiler's cache stays in CACHE (default logs/gpu_cache) between calls. Without names: the parts of
 # calls 1, 3 and 4. Each part writes its own text file into DIR at once, so whatever cuts it leaves the rest:
@@ -60,6 +60,7 @@ if [ "$device" = cpu ]; then # the same parts, small enough to be tried in minut
     data+=(--n_layer=2 --n_head=2 --n_embd=64 --sequence_length=64 --batch_size=16
         --device_batch_size=8 --val_tokens=4096)
     default=("${data[@]}") small=("${data[@]}") side=() many=6 few=3 rounds=2
+    RUN_STEPS=${RUN_STEPS:-40} PLAIN_STEPS=${PLAIN_STEPS:-20}
 else
     default=("${data[@]}" --val_tokens=1048576)
     small=("${data[@]}" --batch_size=64 --device_batch_size=64 --n_layer=12 --n_head=6
