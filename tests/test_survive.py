@@ -485,7 +485,7 @@ def test_other_settings_are_refused_by_name(changes, sentence, resume, half):
     fields = {**half, **changes, "save_every": 1, "keep_checkpoints": 1}
     if resume == "auto":
         fields |= {"resume": "auto", "run_id": "half"}
-    with pytest.raises(RunError, match="step000003.pt is of a run with " + re.escape(sentence)):
+    with pytest.raises(RunError, match="step0000000003.pt is of a run with " + re.escape(sentence)):
         main(Hyperparameters(**fields))
     assert before.items() <= content(half["log_dir"]).items()
 
