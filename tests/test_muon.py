@@ -438,6 +438,22 @@ def test_the_most_expensive_matrices_are_dealt_first():
     assert [muon.owner[p] for p in params] == [1, 1, 0, 1]
 
 
+def test_the_most_expensive_matrices_are_sent_first(monkeypatch):
+    """A round has as many matrices as there are ranks."""
+    sent = []
+
+    def all_reduce(flat, async_op):
+        sent.append(flat.numel())
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    params = [nn.Parameter(torch.zeros(shape)) for shape in [(8, 8), (8, 16), (64, 8), (8, 8)]]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    Muon(params, lr=0.1, world_size=2).step()
+    assert sent == [64 * 8 + 8 * 16, 2 * 8 * 8]
+
+
 # -----------------------------------------------------------------------------
 # State, and ranks that differ
 

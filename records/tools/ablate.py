@@ -8,9 +8,9 @@ An arm is a name and how it differs from the best settings: further settings, or
 train_gpt2.py, which is applied to a copy. Seed after seed all arms run in turn, so that what slows
 the machine slows all of them. Called again with the same --out, it keeps the runs that have a
 result and goes on. The table refuses an arm that mixes settings or sources, and arms of other data,
-validation tokens, sequence_length, dtype or target. Differences are paired by
-seed: mean, 95% t-interval, two-sided p, which Holm's rule corrects for the number of arms. A
-positive difference: the best settings are better.
+validation tokens, sequence_length, dtype or target. Differences are paired by seed: mean, 95%
+t-interval, two-sided p, which Holm's rule corrects for the number of arms. A positive difference:
+the best settings are better.
 """
 
 import argparse

@@ -329,7 +329,7 @@ def estimate_memory(args, gpt, optimizers, device, world_size, micro):
     """Return about how many bytes a process needs at its peak, with micro sequences at a time.
 
     Weights, gradients and optimizers' states are exact; of a block, what backward needs is counted.
-    Within 10% of the 11 runs on a CPU that it was held against, float32 and bf16, compiled and not.
+    Tests hold differences of it against those of runs on a CPU, in float32 and bf16, not compiled.
     """
     weights = sum(p.numel() for p in gpt.parameters())
     states, saved_states = state_values(gpt, optimizers, world_size)
