@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from torch._functorch import config as functorch_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -34,6 +35,17 @@ TINY = {
     "learning_rate": 0.01, "muon_learning_rate": 0.005, "val_loss_every": 3, "val_tokens": 304,
     "device": "cpu", "compile": False,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def settings_of_warm_up():
+    """What train_gpt2.warm_up sets for its process ends with the test."""
+    sdp = torch.backends.cuda
+    flash, reduced = sdp.flash_sdp_enabled(), sdp.fp16_bf16_reduction_math_sdp_allowed()
+    with functorch_config.patch(activation_memory_budget=1.0):
+        yield
+    sdp.enable_flash_sdp(flash)
+    sdp.allow_fp16_bf16_reduction_math_sdp(reduced)
 
 
 def write_shard(path, tokens):

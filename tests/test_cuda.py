@@ -155,9 +155,9 @@ def test_a_gradient_that_is_not_finite_shows_in_the_step(value, dtype, device):
     gpt.to(device)
     optimizers = build_optimizers(gpt, args, 0, 1)
     batch = [tokens.to(device) for tokens in make_batch(args, rows=4)]
-    loss, largest = train_step(gpt, optimizers, *batch, 1.0, args)
-    assert loss.isfinite() and largest.isfinite().all() and (largest > 0).all()
-    assert largest.shape == (len(list(gpt.parameters())),) and loss.device == device
+    loss, norms = train_step(gpt, optimizers, *batch, 1.0, args)
+    assert loss.isfinite() and norms.isfinite().all() and (norms > 0).all()
+    assert norms.shape == (len(list(gpt.parameters())),) and loss.device == device
     bad = gpt.h[1].mlp.c_fc.weight
 
     def spoil(grad):
@@ -166,9 +166,9 @@ def test_a_gradient_that_is_not_finite_shows_in_the_step(value, dtype, device):
         return grad
 
     bad.register_hook(spoil)
-    loss, largest = train_step(gpt, optimizers, *batch, 1.0, args)
+    loss, norms = train_step(gpt, optimizers, *batch, 1.0, args)
     assert loss.isnan()
-    assert [p is not bad for p in gpt.parameters()] == largest.isfinite().tolist()
+    assert [p is not bad for p in gpt.parameters()] == norms.isfinite().tolist()
 
 
 def test_batches_are_those_of_the_cpu(tiny, device):

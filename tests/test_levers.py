@@ -1,6 +1,5 @@
 """The levers of tests/bench/bench_step.py: each computes the same step, in another way."""
 
-import contextlib
 import functools
 import importlib.util
 import sys
@@ -14,7 +13,6 @@ import runlog
 import torch
 from conftest import ROOT, TINY, both_dtypes, run_forked, run_ranks
 from levers import LEVERS
-from torch.nn.attention import sdpa_kernel
 
 DTYPES = "float32", "bfloat16"
 CASES = [
@@ -53,7 +51,7 @@ def losses(name, dtype, rank=0, world_size=1):
     else:
         _, warm_up, step = bench_step.prepare_script(module, gpt, args, rank, world_size)
     batches = bench_step.tokens_of(args, rank, world_size, device)
-    with sdpa_kernel(run.attention) if run.attention else contextlib.nullcontext():
+    with bench_step.attention_of(run):
         warm_up(batches)
         return [step(*batch).item() for batch in islice(batches, 3)]
 

@@ -210,7 +210,7 @@ def test_collectives_are_those_of_a_step(world_size):
         assert memory["states"] == pytest.approx(4 * sum(matrices) + 8 * head, abs=8)
     else:
         moved = sum(size for _, size in sent.values())
-        # gradients in float32, updates in bfloat16, the loss and the largest gradient
+        # gradients in float32, updates in bfloat16, the loss and the sum of norms
         assert moved == 4 * (sum(matrices) + head) + 2 * sum(matrices) + 8
         # of gradients, of scalars, and a round for as many matrices as ranks
         assert sent.keys() == {"all_reduce"}

@@ -30,12 +30,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt2
 
 aten = torch.ops.aten
+KERNELS = [kernel for kernel in SDPBackend.__members__.values() if kernel != SDPBackend.ERROR]
 LONG_ROW = 8192  # values that a kernel cannot keep between two passes over a row
 
 
@@ -90,10 +92,11 @@ def traced(build, args, budget=None, gpu=True):
     def is_cuda(variable, compiler):
         return VariableTracker.build(compiler, gpu)
 
-    before = functorch_config.activation_memory_budget
     torch._dynamo.reset()
     with (
-        functorch_config.patch(activation_memory_budget=before, enable_autograd_cache=False),
+        # PyTorch's own settings; those that warm_up makes end with the trace
+        functorch_config.patch(activation_memory_budget=1.0, enable_autograd_cache=False),
+        sdpa_kernel(KERNELS),
         FakeTensorMode(),
         mock.patch.object(FakeTensor, "is_cuda", gpu, create=True),
         mock.patch.object(TensorVariable, "method_attr_is_cuda", is_cuda),  # asked while compiling

@@ -109,7 +109,7 @@ def all_reduce_ms(size, W, setup):
 def gradients_ms(setup, W):
     """Return ms of the sums of a step: all gradients in float32, and two scalars before them."""
     gradients = 4 * sum(p.numel() for p in network().parameters())
-    scalars = 8  # the loss and the largest gradient
+    scalars = 8  # the loss and the sum of norms
     return all_reduce_ms(gradients, W, setup) + all_reduce_ms(scalars, W, setup)
 
 

@@ -30,6 +30,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "records/tools", "tests", "tests/bench")]
@@ -72,6 +73,18 @@ def tokens_of(args, rank, world_size, device):
     part = slice(rank * B // world_size, (rank + 1) * B // world_size)
     while True:
         yield inputs[part], targets[part]
+
+
+def attention_of(run):
+    """Return a context in which only the kernel of a lever may run; warm_up cannot exclude it."""
+    import torch
+    from torch.nn.attention import sdpa_kernel
+
+    stack = contextlib.ExitStack()
+    if run.attention:
+        stack.enter_context(sdpa_kernel(run.attention))
+        stack.enter_context(mock.patch.object(torch.backends.cuda, "enable_flash_sdp"))
+    return stack
 
 
 def prepare_plain(run, gpt, args, dtype):
@@ -138,7 +151,6 @@ def work(name, settings, rank, world_size, rendezvous):
     from check import device_name
     from levers import LEVERS
     from runlog import PEAK_FLOPS, flops_per_token
-    from torch.nn.attention import sdpa_kernel
 
     import train_gpt2
 
@@ -182,7 +194,7 @@ def work(name, settings, rank, world_size, rendezvous):
         torch.cuda.empty_cache()  # does nothing without one
         return seconds, loss
 
-    with sdpa_kernel(run.attention) if run.attention else contextlib.nullcontext():
+    with attention_of(run):
         start = time.perf_counter()
         warm_up(tokens_of(args, rank, world_size, device))
         _, loss = steps(1)

@@ -230,7 +230,7 @@ compiling(
     "coordinate descent", "kernels' sizes tried out: coordinate_descent_tuning", tuned, "cuda"
 )
 compiling("all kept", "activation_memory_budget 1, as on GPUs: all kept", with_budget(1.0), "cpu")
-compiling("most kept", "activation_memory_budget 0.8, as on CPUs", with_budget(0.8), "cuda")
+compiling("most kept", "activation_memory_budget 0.7, as on CPUs", with_budget(0.7), "cuda")
 compiling("half kept", "activation_memory_budget 0.5: attention computed again", with_budget(0.5))
 
 
