@@ -107,7 +107,7 @@ PRESETS = {  # --preset=NAME: what it takes and its settings, which others overr
     "24gb": "the same on one GPU of 24 GB, predicted: 15 GB --device_batch_size=32",
     "candidate": "record 7 with bigrams, key offset and soft-cap, for a GPU to try: no result yet"
     " --ngrams=2 --ngram_rows=251519 --key_offset=1 --logit_softcap=15 --num_iterations=4600",
-    "cpu": "the CPU record, measured: 21 s on 2 cores, 0.8 GB; run.sh makes its data --device=cpu"
+    "cpu": "the CPU record, measured: 15 s on 2 cores, 0.8 GB; run.sh makes its data --device=cpu"
     " --train_files=data/torch_sources/train_*.bin --val_files=data/torch_sources/val_*.bin"
     " --vocab_size=257 --n_layer=2 --n_head=1 --n_embd=128 --sequence_length=256 --ngrams=6"
     " --key_offset=1 --batch_size=16 --num_iterations=220 --warmdown_iters=100 --val_loss_every=55"
