@@ -3,7 +3,7 @@
 #     with GPUs: GPT-2 124M on FineWeb; train_gpt2.py's defaults, whose public log says loss 3.2755
 #                and 12.0 minutes on 8xH100
 #     without:   0.4M parameters and a table of n-grams on the bytes of PyTorch's own Python sources:
-#                loss 1.2927 (n=10, sd 0.0106), 2 minutes on 2 cores with installation, 0.8 GB
+#                loss 1.2936 (n=10, sd 0.0129), 2 minutes on 2 cores with installation, 0.8 GB
 # bash run.sh test [pytest arguments]   run the test suite
 # bash run.sh check [--name=value ...]  can this run start here? Device, compiler, data, disk, network
 # bash run.sh profile [--name=value ...]   where a step's time goes
