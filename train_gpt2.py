@@ -580,7 +580,7 @@ def micro_batch_size(sequences, most):
 
 def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: False):
     """Do one optimizer step; return (loss, norm of each parameter's gradient), None if stop().
-    inputs, targets: (B, T) int64 of this rank. loss: global mean, NaN for an infinite gradient."""
+    inputs, targets: (B, T) int64 of this rank. loss: global mean, NaN if a norm is not finite."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
     loss = 0.0
@@ -857,10 +857,10 @@ def check_ranks_agree(what, value):
 def warm_up(gpt, args, val_loader):
     """Compile by a validation and a training pass; return the seconds of a second training pass."""
     inputs, targets = val_loader.next_batch()
-    if not inputs.is_cuda:  # measured: plain attention of short sequences in bf16 is faster there
-        torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)  # of CPUs, too
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-        functorch_config.activation_memory_budget = 0.7  # GPUs keep all activations
+    if not inputs.is_cuda:  # there, as measured, plain attention of short sequences is faster
+        torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)  # also that of CPUs
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # its scores in bf16
+        functorch_config.activation_memory_budget = 0.7  # some are computed again; GPUs keep all
     gpt.compile(dynamic=False, fullgraph=args.ngrams < 2, disable=not args.compile)
     with torch.no_grad():
         gpt(inputs, targets)

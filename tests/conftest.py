@@ -39,13 +39,11 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def settings_of_warm_up():
-    """What train_gpt2.warm_up sets for its process ends with the test."""
-    sdp = torch.backends.cuda
-    flash, reduced = sdp.flash_sdp_enabled(), sdp.fp16_bf16_reduction_math_sdp_allowed()
+    """A test begins with PyTorch's own settings, whatever a warm-up has made of them."""
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     with functorch_config.patch(activation_memory_budget=1.0):
         yield
-    sdp.enable_flash_sdp(flash)
-    sdp.allow_fp16_bf16_reduction_math_sdp(reduced)
 
 
 def write_shard(path, tokens):

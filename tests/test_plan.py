@@ -111,6 +111,14 @@ def test_a_larger_budget_keeps_more_and_computes_less_again(graphs):
     assert torch._functorch.config.activation_memory_budget == before, "the trace left its setting"
 
 
+def test_the_trace_of_a_cpus_step_has_plain_attention_and_leaves_no_setting():
+    forward, _ = traced(model_of(SMALL), SMALL, gpu=False)
+    kinds = {group.kind for group in groups_of(forward)}
+    assert SMALL.sequence_length <= 512 and "attention" not in kinds
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+
+
 class Branching(torch.nn.Module):
     """Asks whether it is on a GPU."""
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -370,6 +371,29 @@ def test_gradients_are_synchronized_once_a_step(tiny, tmp_path):
             assert gradients.keys() == alone.keys()
             for name, g in gradients.items():
                 assert close(g, alone[name], dtype), name
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("length, fused", [(512, False), (513, True)])
+def test_warm_up_takes_plain_attention_for_short_sequences_on_a_cpu(length, fused, tiny):
+    gpt, _, args = tiny_model(tiny, sequence_length=length)
+    inputs = torch.zeros(1, length, dtype=torch.int64)
+    warm_up(gpt, args, SimpleNamespace(next_batch=lambda: (inputs, inputs)))
+    assert torch.backends.cuda.flash_sdp_enabled() == fused
+    assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    assert train_gpt2.functorch_config.activation_memory_budget == 0.7
+
+
+def test_warm_up_leaves_a_gpu_pytorchs_own_settings(tiny):
+    gpt, _, args = tiny_model(tiny)
+    inputs = torch.zeros(1, 16, dtype=torch.int64).as_subclass(OnGpu)
+    warm_up(gpt, args, SimpleNamespace(next_batch=lambda: (inputs, inputs)))
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    assert train_gpt2.functorch_config.activation_memory_budget == 1.0
 
 
 def test_warm_up_leaves_no_trace(tiny):

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -277,9 +278,11 @@ def check_attention(args, device, dtype):
 
     Of one block, two sequences and a small vocabulary, for none of these decides.
     """
-    args = dataclasses.replace(args, n_layer=1, vocab_size=64)
+    args = dataclasses.replace(args, n_layer=1, vocab_size=64, compile=False)
     gpt = train_gpt2.GPT(args, dtype).to(device)
     inputs = torch.zeros(2, args.sequence_length, dtype=torch.int64, device=device)
+    batch = inputs, inputs.clone()
+    train_gpt2.warm_up(gpt, args, SimpleNamespace(next_batch=lambda: batch))  # which chooses
     graph, found = [gpt(inputs, inputs).grad_fn], set()
     while graph:
         node = graph.pop()
@@ -349,6 +352,8 @@ def estimate_memory(args, gpt, optimizers, device, world_size, micro):
     width = low * (4 + 6 + 2 * 4) + more
     tokens = micro * args.sequence_length
     blocks = tokens * args.n_embd * (args.n_layer * width + more)
+    if device.type == "cpu" and args.sequence_length <= 512:  # plain attention: scores are kept
+        blocks += tokens * args.n_layer * low * args.n_head * args.sequence_length
     chunk = min(tokens, max(512 * 50304 // args.vocab_size, tokens // chunks))
     logits = chunk * args.vocab_size * logit + 3 * 4 * head  # and the head's gradients
     backward += blocks + logits

@@ -69,6 +69,17 @@ class Given(nn.Module):
         return inputs.new_zeros(*inputs.shape, self.channels, dtype=torch.float32).requires_grad_()
 
 
+@contextlib.contextmanager
+def pytorchs_settings():
+    """Undo what train_gpt2.warm_up has set in this process; what it sets inside ends here."""
+    reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    try:
+        with functorch_config.patch(activation_memory_budget=1.0), sdpa_kernel(KERNELS):
+            yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduced)
+
+
 def traced(build, args, budget=None, gpu=True):
     """Return (forward, backward): the graphs of a micro-batch that inductor would compile.
 
@@ -94,9 +105,8 @@ def traced(build, args, budget=None, gpu=True):
 
     torch._dynamo.reset()
     with (
-        # PyTorch's own settings; those that warm_up makes end with the trace
-        functorch_config.patch(activation_memory_budget=1.0, enable_autograd_cache=False),
-        sdpa_kernel(KERNELS),
+        pytorchs_settings(),
+        functorch_config.patch(enable_autograd_cache=False),
         FakeTensorMode(),
         mock.patch.object(FakeTensor, "is_cuda", gpu, create=True),
         mock.patch.object(TensorVariable, "method_attr_is_cuda", is_cuda),  # asked while compiling
