@@ -299,8 +299,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         count = (targets != -1).sum().clamp(min=1)
         low = weight.type_as(x)
         of_chunk = ChunkedCrossEntropy.of_chunk
-        loss = 0.0
-        grad_weight = 0.0
+        loss = grad_weight = 0.0
         grad_x = []
         for x_i, targets_i in zip(x.split(size), targets.split(size)):
             if ctx.needs_input_grad[0]:  # of x; of weight it is True in evaluation, too
@@ -477,7 +476,7 @@ class DistributedDataLoader:
         self.total_tokens = self.ends[-1]
         self.contents = []  # of each shard: its size and a checksum of its first tokens
         for (size, _), end in zip(self.shards, self.ends):
-            beginning = self.read(end - size, min(size, 10**5))
+            beginning = self.read(end - size, min(size, 100_000))
             self.contents.append((size, zlib.crc32(beginning)))
         if len(set(self.contents)) < len(self.paths):
             raise RunError(f"{self.pattern!r} names a shard and a copy of it: remove one")
@@ -522,7 +521,7 @@ class DistributedDataLoader:
 
     def state_dict(self):
         """Return the place in the stream, for any number of ranks; all ranks must call it."""
-        start = max(0, self.position - 10**5)
+        start = max(0, self.position - 100_000)
         latest = zlib.crc32(self.read(start, self.position + 1 - start))  # and the next token
         return dict(position=self.position, data_hash=self.data_hash(), fingerprint=latest)
 
@@ -861,6 +860,7 @@ def warm_up(gpt, args, val_loader):
         torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)  # also that of CPUs
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # its scores in bf16
         functorch_config.activation_memory_budget = 0.7  # some are computed again; GPUs keep all
+        torch.use_deterministic_algorithms(True)  # else threads sum tokens' gradients in any order
     gpt.compile(dynamic=False, fullgraph=args.ngrams < 2, disable=not args.compile)
     with torch.no_grad():
         gpt(inputs, targets)

@@ -363,6 +363,25 @@ def test_golden_losses(dtype):
 GOLDEN = [4.3575, 3.9801, 3.6594, 3.4316, 3.2584, 3.1030, 2.9652, 2.8418]
 
 
+def test_a_compiled_backward_gives_the_same_bits_on_several_threads():
+    """Else threads add the gradients of a token to its row in the order in which they come."""
+    gpt, args = make_model(compile=True, n_layer=1, sequence_length=128)
+    inputs, targets = make_batch(args, rows=32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    torch._dynamo.reset()
+    try:
+        train_gpt2.warm_up(gpt, args, SimpleNamespace(next_batch=lambda: (inputs, targets)))
+        results = []
+        for _ in range(8):
+            gpt(inputs, targets).backward()
+            results.append(gpt.wte.weight.grad.clone())
+            gpt.zero_grad()
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 # the other backend makes the same graphs and cuts them likewise, without a C++ compiler's minute
 @pytest.mark.parametrize(
     "backend, dtype", [("inductor", "float32"), ("aot_eager_decomp_partition", "bfloat16")]

@@ -117,6 +117,7 @@ def test_the_trace_of_a_cpus_step_has_plain_attention_and_leaves_no_setting():
     assert SMALL.sequence_length <= 512 and "attention" not in kinds
     assert torch.backends.cuda.flash_sdp_enabled()
     assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 class Branching(torch.nn.Module):

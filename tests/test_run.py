@@ -385,6 +385,7 @@ def test_warm_up_takes_plain_attention_for_short_sequences_on_a_cpu(length, fuse
     assert torch.backends.cuda.flash_sdp_enabled() == fused
     assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     assert train_gpt2.functorch_config.activation_memory_budget == 0.7
+    assert torch.are_deterministic_algorithms_enabled()
 
 
 def test_warm_up_leaves_a_gpu_pytorchs_own_settings(tiny):
@@ -394,6 +395,7 @@ def test_warm_up_leaves_a_gpu_pytorchs_own_settings(tiny):
     assert torch.backends.cuda.flash_sdp_enabled()
     assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     assert train_gpt2.functorch_config.activation_memory_budget == 1.0
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_warm_up_leaves_no_trace(tiny):

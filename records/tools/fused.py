@@ -73,11 +73,14 @@ class Given(nn.Module):
 def pytorchs_settings():
     """Undo what train_gpt2.warm_up has set in this process; what it sets inside ends here."""
     reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
     try:
         with functorch_config.patch(activation_memory_budget=1.0), sdpa_kernel(KERNELS):
             yield
     finally:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduced)
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def traced(build, args, budget=None, gpu=True):
