@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -135,12 +134,13 @@ def _script_main(script, arguments, environment, folder):
 def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120):
     """Do what run_script does without torchrun and in seconds less: torch is imported already.
 
-    The environment is that of the first such run of all tests, and the ranks'.
+    The environment is that of the first such run of all tests, and the ranks'. The store is ours,
+    as it is torchrun's elsewhere: it outlives a rank that fails first.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free.getsockname()[1]}",
-                 "WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}"}  # fmt: skip
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}",
+             "TORCHELASTIC_USE_AGENT_STORE": "True",
+             "WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}"}  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in settings.items()]
     with tempfile.TemporaryDirectory() as folder:
         ranks = [Path(folder, str(rank)) for rank in range(processes)]

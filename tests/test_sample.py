@@ -193,6 +193,8 @@ def test_the_command_line_streams_and_ends_in_a_sentence(trained):
 def test_weights_are_those_of_the_training(either):
     """model.pt holds the last weights: their loss is the run's."""
     gpt, args, state = weights.load(weights.find(either / "logs" / "w"))
+    torch.backends.cuda.enable_flash_sdp(False)  # the attention of a run on a CPU
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     loader = train_gpt2.DistributedDataLoader(args.val_files, 8, 32, 0, 1, torch.device("cpu"))
     assert train_gpt2.evaluate(gpt, loader, 320) == pytest.approx(state["val_loss"], rel=1e-6)
     assert np.isfinite(state["val_loss"])
