@@ -46,7 +46,7 @@ import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from shards import file_sha256, lock, write_shard
+from shards import file_sha256, lock, read_manifest, write_shard
 
 CHUNK = 2**20  # bytes of text that a worker takes at a time, and of a piece of a long document
 # Where a long document may be cut: no pattern of an encoding of at most 65536 ids takes a
@@ -369,21 +369,29 @@ def encode_chunk(blocks):
     return path, bad
 
 
+def checksum(path, tokens, rows):
+    """Return the 4 bytes that a .rows file starts with: a CRC-32 of the part's name and content."""
+    crc = 0
+    for content in os.path.basename(path).encode(), tokens, rows:
+        crc = zlib.crc32(content, crc)
+    return crc.to_bytes(4, "little")
+
+
 def save_part(path, tokens, rows):
-    mark = f".{os.getpid()}.partial"
-    with open(f"{path}.tokens{mark}", "wb") as file:
-        file.write(tokens)
-    os.replace(f"{path}.tokens{mark}", f"{path}.tokens")
-    with open(f"{path}.rows{mark}", "wb") as file:
-        file.write(zlib.crc32(tokens).to_bytes(4, "little") + rows.tobytes())
-    os.replace(f"{path}.rows{mark}", f"{path}.rows")  # last: it says that the part is whole
+    """Write a part as two files, each atomically. The .rows file is last: it completes the part."""
+    tokens, rows = tokens.tobytes(), rows.tobytes()
+    for suffix, content in (".tokens", tokens), (".rows", checksum(path, tokens, rows) + rows):
+        partial = f"{path}{suffix}.{os.getpid()}.partial"
+        with open(partial, "wb") as file:
+            file.write(content)
+        os.replace(partial, f"{path}{suffix}")
 
 
 def is_whole(path):
-    """Tell whether an earlier run left this part, and undamaged."""
+    """Return whether an earlier run wrote this part and both of its files are undamaged."""
     try:
         with open(f"{path}.rows", "rb") as rows, open(f"{path}.tokens", "rb") as tokens:
-            return zlib.crc32(tokens.read()).to_bytes(4, "little") == rows.read(4)
+            return rows.read(4) == checksum(path, tokens.read(), rows.read())
     except OSError:
         return False
 
@@ -489,19 +497,26 @@ def shards_in(folder):
 
 
 def publish(waiting, out, sums, texts):
-    """Move the whole shards and {name: text} from the folder `waiting` to out, and no others stay.
+    """Move the new shards and {name: text} from `waiting` to out and delete all other shards.
 
-    A shard that is there already, byte for byte, is left as it is: it may be in use.
+    out/.pack exists from before the first change until the last file is in place. A shard that is
+    there already with the same content stays: a training run may have it open.
     """
+    incomplete, complete = out / ".pack", out / ".pack_next"
+    if waiting != incomplete:
+        os.replace(waiting, incomplete)
     for path in shards_in(out):
         if path.name not in sums or file_sha256(path) != sums[path.name]:
             path.unlink()  # of an earlier pack: a glob would read it
     for name in sums:
         if not (out / name).exists():
-            os.replace(waiting / name, out / name)
+            os.replace(incomplete / name, out / name)
     for name, text in texts.items():
-        (waiting / name).write_text(text, encoding="utf-8")
-        os.replace(waiting / name, out / name)
+        (incomplete / name).write_text(text, encoding="utf-8")
+        os.replace(incomplete / name, out / name)
+    shutil.rmtree(complete, ignore_errors=True)
+    os.replace(incomplete, complete)  # at once, whereas deleting a folder takes time
+    shutil.rmtree(complete)
 
 
 # -----------------------------------------------------------------------------
@@ -547,17 +562,16 @@ def encode_all(files, args, parts):
     return paths, bad
 
 
-def read_manifest(path):
-    """Return the manifest of an earlier pack, {} without one. Raises ValueError if it is none."""
-    try:
-        manifest = dict(json.loads(path.read_text()))
-        manifest["shards"] = [*manifest["train"]["sha256"], *manifest["val"]["sha256"]]
-        manifest["val_below"] = int(manifest["val_below"])
-        return manifest
-    except FileNotFoundError:
-        return {"shards": []}
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{path} is no manifest of a pack: move it away") from None
+def working_folder(out):
+    """Return the folder for unfinished files: out/.pack, or out/.pack_next if out is complete.
+
+    train_gpt2.py refuses to read shards beside a .pack. Beside a complete set of shards, the
+    working folder therefore has the other name until the first of them is replaced.
+    """
+    incomplete = out / ".pack"
+    if (out / "manifest.json").exists() and not incomplete.exists():
+        return out / ".pack_next"
+    return incomplete
 
 
 def choose(documents, args, earlier):
@@ -583,12 +597,18 @@ def pack(args):
     """Write the shards and manifest.json of all inputs into args.out; return the manifest."""
     encoding = get_encoding(args.encoding)  # before the workers start: they share it
     files = list_files(args.inputs, args.pattern, args.exclude, args.out)
-    waiting, earlier = args.out / ".pack", read_manifest(args.out / "manifest.json")
-    if not waiting.exists():  # else a killed pack may have moved some of its shards already
+    waiting, earlier = working_folder(args.out), read_manifest(args.out / "manifest.json")
+    incomplete = args.out / ".pack"
+    if not incomplete.exists():  # otherwise a killed pack may have published some of its shards
         refuse_foreign(args.out, earlier["shards"])
     waiting.mkdir(parents=True, exist_ok=True)
     with open(waiting / "lock", "w") as file:
-        lock(file, f"another pack writes into {args.out}: wait for its end, or give another --out")
+        busy = f"another pack writes into {args.out}: wait for its end, or give another --out"
+        lock(file, busy)
+        if waiting != working_folder(
+            args.out
+        ):  # renamed by another pack before this one had the lock
+            raise ValueError(busy)
         paths, bad = encode_all(files, args, waiting)
         documents = Documents(paths) if paths else None
         if documents is None or not documents.kept.any():
@@ -618,7 +638,6 @@ def pack(args):
         texts = {"skipped.txt": skipped, "manifest.json": json.dumps(manifest, indent=2) + "\n"}
         refuse_foreign(args.out, {*earlier["shards"], *sums[0], *sums[1]})
         publish(waiting, args.out, {**sums[0], **sums[1]}, texts)
-        shutil.rmtree(waiting)
     return manifest
 
 
@@ -669,6 +688,20 @@ def stop_on_interrupt():
     os._exit(130)
 
 
+def warn_of_equal_shards(sums):
+    """Print a warning if shards in {name: sha256} have equal content."""
+    by_sum = collections.defaultdict(list)
+    for name, digest in sums.items():
+        by_sum[digest].append(name)
+    for names in by_sum.values():
+        if len(names) > 1:
+            print(
+                f"data/pack.py: warning: {', '.join(names)} have equal content, so they count as "
+                f"fresh data only once: remove repeated inputs, or pass --drop_duplicates",
+                file=sys.stderr,
+            )
+
+
 def main():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # left to stop_on_interrupt
     try:
@@ -689,6 +722,7 @@ def main():
             "note: no document is held out for validation: raise --val_fraction, or cut a single "
             "long text into documents: mkdir parts; split -C 20k TEXT parts/"
         )
+    warn_of_equal_shards({**manifest["train"]["sha256"], **manifest["val"]["sha256"]})
     print(f"data_hash:{manifest['data_hash']}")
 
 

@@ -7,6 +7,8 @@ import itertools
 import json
 import lzma
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import tiktoken
 from conftest import ROOT, SHARED_DATA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shards import lock, shard_size
+from shards import lock, shard_size, verify
 
 BOOKS = SHARED_DATA / "books" / "books.jsonl.xz"
 VOCABULARY = {"TIKTOKEN_CACHE_DIR": str(SHARED_DATA / "tiktoken_cache")}
@@ -477,5 +479,231 @@ def test_fault_4_a_manifest_of_something_else_is_refused(tmp_path, manifest):
     (tmp_path / "text.txt").write_text("some text")
     done = run_pack(tmp_path / "text.txt", "--out", out, "--encoding", "bytes")
     assert done.returncode == 1
-    assert "is no manifest of a pack: move it away" in done.stderr
+    assert "manifest.json is damaged: " in done.stderr
+    assert "; move it away and run data/pack.py again" in done.stderr
     assert (out / "manifest.json").read_text() == manifest
+
+
+def flip(content, position):
+    """Return the content with one bit flipped."""
+    return content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+
+
+PIECE_BYTES = pack.PIECE.itemsize
+DAMAGE = {  # of the two files of a part, given their contents
+    "the last documents are missing": (".rows", lambda rows: rows[: -3 * PIECE_BYTES]),
+    "cut off in a document": (".rows", lambda rows: rows[:-1]),
+    "cut off after the checksum": (".rows", lambda rows: rows[:4]),
+    "empty": (".rows", lambda rows: b""),
+    "zeros": (".rows", lambda rows: bytes(len(rows))),
+    "another number of tokens": (".rows", lambda rows: flip(rows, 4)),
+    "another hash": (".rows", lambda rows: flip(rows, 4 + 8)),
+    "a document marked as bad": (".rows", lambda rows: flip(rows, len(rows) - 1)),
+    "another token": (".tokens", lambda tokens: flip(tokens, 100)),
+    "tokens cut off": (".tokens", lambda tokens: tokens[:-2]),
+}
+
+
+@pytest.fixture
+def unfinished(tmp_path):
+    """An output folder with the parts of a pack that failed at its last input, and the input."""
+    source = tmp_path / "in"
+    source.mkdir()
+    write_lines(source / "a.jsonl", [f"{i} " * 9000 for i in range(60)])
+    (source / "b.txt").write_bytes(b"\xff")
+    assert run_pack(source, "--out", tmp_path / "out", "--encoding", "bytes").returncode == 1
+    (source / "b.txt").write_text("good")
+    return tmp_path / "out", source
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_fault_7_a_damaged_part_is_encoded_again(unfinished, damage):
+    out, source = unfinished
+    suffix, change = DAMAGE[damage]
+    paths = list(out.glob(f".pack/*{suffix}"))
+    assert paths
+    for path in paths:
+        path.write_bytes(change(path.read_bytes()))
+    manifest = packed(out, source)
+    assert manifest["train"]["documents"] + manifest["val"]["documents"] == 61
+    packed(out.parent / "whole", source)
+    assert all_files(out) == all_files(out.parent / "whole")
+
+
+def test_fault_7_a_part_under_the_name_of_another_is_encoded_again(unfinished):
+    out, source = unfinished
+    first, second, *_ = sorted(path.with_suffix("") for path in out.glob(".pack/*.rows"))
+    for suffix in ".rows", ".tokens":
+        second.with_suffix(suffix).write_bytes(first.with_suffix(suffix).read_bytes())
+    packed(out, source)
+    packed(out.parent / "whole", source)
+    assert all_files(out) == all_files(out.parent / "whole")
+
+
+# Runs data/pack.py, and kills it just before call number argv[1] that changes a folder.
+KILLED_AT_A_CALL = """
+import os, signal, sys
+import pack
+
+left, process = int(sys.argv.pop(1)), os.getpid()
+
+def counted(function):
+    def call(*args, **kwargs):
+        global left
+        left -= os.getpid() == process
+        if left < 0:
+            os.kill(process, signal.SIGKILL)
+        return function(*args, **kwargs)
+    return call
+
+for name in "mkdir", "rename", "replace", "rmdir", "unlink":
+    setattr(os, name, counted(getattr(os, name)))
+pack.main()
+"""
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_fault_7_a_folder_without_dot_pack_is_complete_whenever_a_pack_is_killed(
+    tmp_path, replaces
+):
+    old = write_lines(tmp_path / "old.jsonl", [f"{i}, an old text" for i in range(200)])
+    new = write_lines(tmp_path / "new.jsonl", [f"{i}, a new text" for i in range(200)])
+    choice = ["--encoding", "bytes", "--shard_tokens", 1000, "--workers", 1, "--out"]
+    whole, out, incomplete, complete = tmp_path / "whole", tmp_path / "out", 0, 0
+    before = {}
+    if replaces:
+        assert run_pack(old, *choice, whole).returncode == 0
+        before = all_files(whole)
+    assert run_pack(new, *choice, whole).returncode == 0
+    for number in itertools.count():
+        out.mkdir()
+        for name, content in before.items():
+            (out / name).write_bytes(content)
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED_AT_A_CALL, *map(str, [number, new, *choice, out])],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "data")},
+            stdout=subprocess.DEVNULL,
+        )
+        if killed.returncode == 0:
+            break
+        assert killed.returncode == -signal.SIGKILL
+        if (out / ".pack").exists():
+            incomplete += 1
+        elif list(out.glob("*.bin")):
+            complete += 1
+            verify(out)
+        assert run_pack(new, *choice, out).returncode == 0
+        assert all_files(out) == all_files(whole)  # also: no .pack
+        shutil.rmtree(out)
+    assert incomplete > len(all_files(whole)) and complete > 0
+
+
+def test_fault_7_a_pack_that_fails_leaves_the_complete_set_of_before(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", TEXTS)
+    packed(tmp_path / "out", lines)
+    before = all_files(tmp_path / "out")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    done = run_pack(lines, tmp_path / "b.txt", "--out", tmp_path / "out", "--encoding", "bytes")
+    assert done.returncode == 1 and not (tmp_path / "out" / ".pack").exists()
+    verify(tmp_path / "out")
+    packed(tmp_path / "out", lines)
+    assert all_files(tmp_path / "out") == before
+
+
+def test_fault_7_a_pack_that_meets_another_as_it_publishes_is_refused(tmp_path, monkeypatch):
+    """The other pack renames .pack_next to .pack just before this one creates its lock."""
+    out = tmp_path / "out"
+    (tmp_path / "a.txt").write_text("text")
+    packed(out, tmp_path / "a.txt", "--val_fraction", 0)
+    arguments = ["pack.py", str(tmp_path / "a.txt"), "--out", str(out), "--encoding", "bytes"]
+    monkeypatch.setattr(sys, "argv", arguments)
+
+    def lock_a_new_file(file, sentence):
+        (out / ".pack").mkdir()
+
+    monkeypatch.setattr(pack, "lock", lock_a_new_file)
+    with pytest.raises(ValueError, match="another pack writes into"):
+        pack.pack(pack.parse_args())
+
+
+SPLIT = {"tokens": 5, "bytes": 4, "sha256": {}}
+
+
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        ({**SPLIT, "sha256": None}, "sha256 is null, but must be an object"),
+        ({**SPLIT, "sha256": "abc"}, 'sha256 is "abc", but must be an object'),
+        ({**SPLIT, "sha256": {"train_1.bin": None}}, "the sha256 of train_1.bin is null, but must"),
+        ({**SPLIT, "sha256": {"train_1.bin": "5b"}}, 'is "5b", but must be 64 hex digits'),
+        ({**SPLIT, "sha256": {"../a.bin": "0" * 64}}, "it lists '../a.bin'"),
+        ({**SPLIT, "tokens": "5"}, 'tokens is "5", but must be an integer'),
+        ([], "train is [], but must be an object"),
+    ],
+)
+def test_fault_14_damage_to_a_manifest_is_one_sentence(tmp_path, train, sentence):
+    out = tmp_path / "out"
+    out.mkdir()
+    manifest = {"encoding": "bytes", "val_below": 0, "train": train, "val": SPLIT}
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "a.txt").write_text("some text")
+    for done in run_pack(tmp_path / "a.txt", "--out", out, "--encoding", "bytes"), run_verify(out):
+        assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+        assert sentence in done.stderr
+
+
+def test_fault_14_a_manifest_nested_too_deep_is_one_sentence(tmp_path):
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    done = run_verify(tmp_path)
+    assert done.returncode == 1 and "is not JSON" in done.stderr and done.stderr.count("\n") == 1
+
+
+def run_verify(folder):
+    command = [sys.executable, ROOT / "data" / "shards.py", folder]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+UNLISTED = "train_000009.bin"
+CHANGES = {  # of a packed folder: name of the shard, its new content from the old, what is said
+    "a token": ("train_000001.bin", lambda shard: flip(shard, 1030), "has sha256 .*lists"),
+    "cut off": ("val_000000.bin", lambda shard: shard[:-2], "val_000000.bin is damaged: "),
+    "missing": ("train_000002.bin", lambda shard: None, "cannot read .*train_000002.bin"),
+    "a copy but for a token": (UNLISTED, lambda shard: flip(shard, 1030), "is not listed in "),
+    "no manifest": ("manifest.json", lambda shard: None, "manifest.json does not exist"),
+    "damaged manifest": ("manifest.json", lambda shard: b"{", "it is not JSON .*run data/pack.py"),
+    "unfinished": (
+        ".pack",
+        lambda shard: b"",
+        r"out is incomplete: .*\.pack exists.* run the same",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_fault_14_a_packed_folder_is_verified_by_one_command(tmp_path, change):
+    out = tmp_path / "out"
+    packed(out, write_lines(tmp_path / "a.jsonl", TEXTS), "--shard_tokens", 20_000)
+    done = run_verify(out)
+    assert done.returncode == 0 and "shards are as listed in manifest.json" in done.stdout
+    name, content_from, sentence = CHANGES[change]
+    source = out / name if (out / name).exists() else out / "train_000001.bin"
+    content = content_from(source.read_bytes())
+    (out / name).unlink(missing_ok=True)
+    if content is not None:
+        (out / name).write_bytes(content)
+    done = run_verify(out)
+    assert done.returncode == 1 and re.search(sentence, done.stderr), done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("data/shards.py: ")
+
+
+def test_fault_14_shards_of_equal_content_are_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 200)
+    choice = ("--encoding", "bytes", "--val_fraction", 0, "--shard_tokens")
+    done = run_pack(tmp_path / "a.txt", "--out", tmp_path / "out", *choice, 300)
+    assert done.returncode == 0
+    assert re.fullmatch(
+        r"data/pack\.py: warning: train_000002\.bin, train_000003\.bin have equal content.*\n",
+        done.stderr,
+    )
+    done = run_pack(tmp_path / "a.txt", "--out", tmp_path / "out", *choice, 299)
+    assert done.returncode == 0 and not done.stderr
