@@ -1,22 +1,25 @@
-"""Turn text into the shards that train_gpt2.py reads, on all cores.
+"""Tokenize text into the shards that train_gpt2.py reads, on all cores.
 
     python data/pack.py INPUT... --out DIR [--encoding gpt2] [--val_tokens N | --val_fraction F]
 
-INPUT: files, folders, or - for standard input. A .jsonl file holds one document a line, a .parquet
-file one a row (their text in --text_field; parquet needs pyarrow); any other file is one document,
-UTF-8. All may be compressed: .gz, .xz, or .zst (which needs zstandard). Folders are walked without
-following links, and without DIR.
+An INPUT is a file, a folder, or - for standard input. A .jsonl file holds one document per line, a
+.parquet file one per row (it needs pyarrow), both in the field --text_field. Any other file is one
+document in UTF-8. Files may be compressed as .gz, .xz or .zst (which needs zstandard). Folders are
+read recursively, without following links and without DIR.
 
-Order: inputs as given, a folder's files by their sorted relative paths, lines and rows as they
-stand; --shuffle_seed deals all documents out anew. End-of-text leads each. A document is held out
-for validation when the hash of its name (a file's relative path; a line's or row's text) is low:
-adding documents moves no other between the splits. With --val_tokens the bar is set so that the
-split holds more than N tokens, and kept when documents are added and packed into the same DIR.
+Documents keep the order of the inputs; the files of a folder are sorted by relative path.
+--shuffle_seed shuffles all documents. Each document starts with the end-of-text token. A document
+is held out for validation if the hash of its name is below a threshold. The name is a file's
+relative path, or the text of a line or row, so added documents do not move others between the
+splits. With --val_tokens the threshold is the lowest at which the validation split has more than N
+tokens. It never falls when documents are added and packed into the same DIR.
 
-Writes DIR/train_000001.bin..., DIR/val_000000.bin... and last DIR/manifest.json: the same bytes for
-any number of workers. Until all shards are whole they wait in DIR/.pack, as do the tokens, which
-need as much room again: killed at any moment, the same command goes on where it was. Memory is
-constant but for about 120 bytes a document.
+The output is DIR/train_000001.bin..., DIR/val_000000.bin..., DIR/skipped.txt and, last,
+DIR/manifest.json. It does not depend on the number of workers. `python data/shards.py DIR` verifies
+it. Unfinished files wait in DIR/.pack and take about twice the space of the shards. Shards beside a
+.pack are incomplete: run the same command again, which continues after a kill at any moment.
+(Beside a complete set of shards, .pack is named .pack_next until the first shard is replaced.)
+Memory use is constant except for about 120 bytes per document.
 """
 
 import argparse
@@ -48,16 +51,18 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from shards import file_sha256, lock, read_manifest, write_shard
 
-CHUNK = 2**20  # bytes of text that a worker takes at a time, and of a piece of a long document
-# Where a long document may be cut: no pattern of an encoding of at most 65536 ids takes a
-# whitespace after another character into one token, so the pieces have the tokens of the whole.
+CHUNK = 2**20  # bytes of text per task of a worker, and per piece of a long document
+# A long document may be cut before a whitespace that follows another character. No encoding of at
+# most 65536 ids has a token across that place, so the pieces have the same tokens as the whole.
 CUT = re.compile(r"\S(?=[ \t\n\r])")
-# What a worker takes: form is jsonl (content: lines, bytes), parquet (rows, a list), text (a
-# document or a piece of one, str; first: it starts there) or bad (the reason); line: of its start.
+# Input of a worker, starting at `line` of the file `name`. The content depends on the form:
+#   jsonl: lines, as bytes              text: a document or a piece of one, as str
+#   parquet: rows, as a list            bad: the reason why the file cannot be read
+# `first` is false for all but the first piece of a document.
 Block = collections.namedtuple("Block", "name line form content first")
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # any other: text
 PIECE = np.dtype(
-    [  # what is kept of each document, or piece of one
+    [  # a row of a .rows file: a document, or a piece of one
         ("tokens", "u4"),
         ("bytes", "u4"),
         ("key", "u4"),
@@ -69,7 +74,7 @@ PIECE = np.dtype(
 
 
 class BytesEncoding:
-    """256 bytes and end-of-text; needs no vocabulary and no download."""
+    """The 256 bytes and an end-of-text token: an encoding that needs no download."""
 
     name, n_vocab, eot_token = "bytes", 257, 256
 
@@ -79,7 +84,7 @@ class BytesEncoding:
 
 
 def get_encoding(name):
-    """Return the encoding of this name. Raises ValueError if unknown, absent or too large."""
+    """Return an encoding. Raises ValueError if it is unknown, unavailable or too large."""
     if name == "bytes":
         return BytesEncoding
     try:
@@ -87,7 +92,7 @@ def get_encoding(name):
     except OSError as error:
         raise ValueError(
             f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): set "
-            f"TIKTOKEN_CACHE_DIR to a folder that has it, or take --encoding bytes"
+            f"TIKTOKEN_CACHE_DIR to a folder that has it, or use --encoding bytes"
         ) from None
     except ValueError as error:
         known = tiktoken.list_encoding_names()
@@ -106,17 +111,17 @@ def get_encoding(name):
 
 
 # -----------------------------------------------------------------------------
-# Reading: inputs to blocks, in order
+# Reading: from inputs to blocks, in order
 class Bad(Exception):
-    """A document that cannot be read: Bad(line, reason)."""
+    """Raised for a document that cannot be read: Bad(line, reason)."""
 
 
 class MissingPackage(ValueError):
-    """A format that only an optional package reads."""
+    """Raised for a format whose optional package is not installed."""
 
 
 def walk(folder, out):
-    """Yield (relative name, path) of the files in a folder, but for those in out; OSError."""
+    """Yield (relative path, path) of the files in a folder, except those in out. Raises OSError."""
 
     def fail(error):
         raise error
@@ -124,19 +129,19 @@ def walk(folder, out):
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if Path(root, name).resolve() != out.resolve()]
         for path in (Path(root, name) for name in names):
-            if path.is_file() or not path.exists():  # no pipe; of a broken link, reading tells
+            if path.is_file() or not path.exists():  # skips pipes; broken links fail when read
                 yield path.relative_to(folder).as_posix(), path
 
 
 def list_files(inputs, pattern, exclude, out):
-    """Return [(name, path)] in order; path None is standard input. ValueError for no input."""
+    """Return [(name, path)], with None for standard input. Raises ValueError without any input."""
     files = []
     for given in inputs:
         path = Path(given)
         if given == "-":
             files.append((given, None))
         elif path.is_dir() and path.resolve() == out.resolve():
-            raise ValueError(f"--out={out} is an input, too: give a folder of its own")
+            raise ValueError(f"--out={out} is an input, too: give another folder")
         elif path.is_dir():
             files += [
                 (name, file)
@@ -146,9 +151,11 @@ def list_files(inputs, pattern, exclude, out):
         elif path.exists():
             files.append((path.name, path))
         else:
-            raise ValueError(f"{given} is neither a file nor a folder: name existing ones, or -")
+            raise ValueError(f"{given} is neither a file nor a folder: give existing ones, or -")
     if not files:
-        raise ValueError(f"no file matches {pattern!r} in {', '.join(inputs)}: give --pattern")
+        raise ValueError(
+            f"no file matches {pattern!r} in {', '.join(inputs)}: give another --pattern"
+        )
     for name, path in files:
         try:
             name.encode()
@@ -160,7 +167,7 @@ def list_files(inputs, pattern, exclude, out):
 
 
 class ZstdFile(io.RawIOBase):
-    """The content of a .zst file. Raises EOFError if it is cut off; zstandard's own ends there."""
+    """A reader of .zst files that raises EOFError at a truncation; zstandard's own does not."""
 
     def __init__(self, file):
         import zstandard
@@ -187,7 +194,7 @@ class ZstdFile(io.RawIOBase):
 
 
 def decompress(file, compression):
-    """Return a binary file with the content of `file`."""
+    """Return a binary file with the decompressed content of `file`."""
     if compression == ".zst":
         try:
             return io.BufferedReader(ZstdFile(file))
@@ -197,14 +204,14 @@ def decompress(file, compression):
 
 
 def read_blocks(name, path, form, text_field):
-    """Yield (block, bytes read of the file so far); what cannot be read is a block of form bad."""
+    """Yield (block, bytes of the file read so far). An unreadable rest is a block of form bad."""
     base, compression = os.path.splitext(name)
     if compression not in (".gz", ".xz", ".zst"):
         base, compression = name, ""
     if form == "auto":
         form = FORMATS.get(os.path.splitext(base)[1].lower(), "text")
     reader = {"jsonl": read_lines, "parquet": read_rows, "text": read_text}[form]
-    line, begun = 1, False  # begun: a text of which some pieces are out already
+    line, begun = 1, False  # begun: pieces of this document have been yielded
     try:
         with open(path or sys.stdin.fileno(), "rb", closefd=path is not None) as raw:
             for line, content, first in reader(decompress(raw, compression), text_field):
@@ -215,12 +222,12 @@ def read_blocks(name, path, form, text_field):
         yield Block(name, line, "bad", reason, not begun), 0
     except MissingPackage:
         raise
-    except Exception as error:  # of the disk, or of a library: the file is damaged, or gone
+    except Exception as error:  # of the disk or a library: the file is damaged or gone
         yield Block(name, line, "bad", f"cannot be read on ({error})", not begun), 0
 
 
 def read_lines(file, text_field):
-    """Yield lines together. Where the file cannot be read on, the lines before count."""
+    """Yield (line number, lines, True). Lines before a damaged place are kept."""
     number, lines, size, damage = 1, [], 0, None
     while damage is None:
         try:
@@ -252,7 +259,7 @@ def read_rows(file, text_field):
 
 
 def read_text(file, text_field):
-    """Yield a text in pieces, each but the last cut before a whitespace."""
+    """Yield (line number, piece, is first). Pieces are cut before a whitespace."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, first, text, more = 1, True, "", True
     while more:
@@ -270,7 +277,7 @@ def read_text(file, text_field):
 
 
 def read_chunks(files, form, text_field):
-    """Yield (blocks, bytes read since the last chunk): blocks of about CHUNK bytes together."""
+    """Yield (blocks of together about CHUNK bytes, bytes read since the last chunk)."""
     blocks, size, done = [], 0, 0
     for name, path in files:
         position = 0
@@ -287,16 +294,16 @@ def read_chunks(files, form, text_field):
 
 
 # -----------------------------------------------------------------------------
-# Encoding: chunks to parts of tokens, in worker processes
+# Encoding: from chunks of blocks to parts, in worker processes
 def start_worker(name, folder, field):
     global encoding, parts, text_field
     encoding, parts, text_field = get_encoding(name), folder, field
-    parent = multiprocessing.parent_process()  # a worker ends with its parent, however that ends
+    parent = multiprocessing.parent_process()  # even if the parent is killed, its workers end
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def read_documents(block):
-    """Yield (line, text) of a block's documents; for one that cannot be read, a Bad for text."""
+    """Yield (line, text) for each document of a block. An unreadable one has a Bad as its text."""
     if block.form == "bad":
         yield block.line, Bad(block.line, block.content)
     elif block.form == "text":
@@ -316,7 +323,7 @@ def read_documents(block):
 
 
 def check_text(text, line, first):
-    """Return the text as bytes. Raises Bad if it is none."""
+    """Return the text as bytes. Raises Bad if it is not a valid text."""
     if isinstance(text, Bad):
         raise text
     if not isinstance(text, str):
@@ -330,9 +337,9 @@ def check_text(text, line, first):
 
 
 def encode_chunk(blocks):
-    """Write a chunk's tokens and what is known of its documents, unless an earlier run did.
+    """Write a part: the tokens of a chunk and a row per document. Skipped if it exists undamaged.
 
-    Returns (path of the part, without suffix; [(name, line, reason)] of what is bad).
+    Returns (path of the part without suffix, [(name, line, reason)] of the bad documents).
     """
     rows, texts, bad = [], [], []
     for block in blocks:
@@ -397,9 +404,9 @@ def is_whole(path):
 
 
 # -----------------------------------------------------------------------------
-# Laying out: parts to shards
+# Layout: from parts to shards
 class Documents:
-    """All documents of the parts: which are kept, where each one's tokens lie."""
+    """The documents of all parts: their sizes, hashes and places, and which of them are kept."""
 
     def __init__(self, paths):
         rows = [np.fromfile(f"{path}.rows", PIECE, offset=4) for path in paths]
@@ -407,7 +414,7 @@ class Documents:
         self.part = np.repeat(np.arange(len(rows), dtype=np.uint32), [len(r) for r in rows])
         self.offset = np.concatenate([np.cumsum(r["tokens"]) - r["tokens"] for r in rows])
         rows = np.concatenate(rows)
-        firsts = np.flatnonzero(rows["first"])  # piece that starts each document
+        firsts = np.flatnonzero(rows["first"])  # the first piece of each document
         self.first = np.append(firsts, len(rows))
         self.piece_tokens, self.key = rows["tokens"], rows["key"][firsts]
         self.tokens, self.bytes, self.text = (
@@ -417,9 +424,9 @@ class Documents:
         self.kept = ~np.logical_or.reduceat(rows["bad"], firsts)
 
     def drop_duplicates(self):
-        """Keep of equal texts the first with the lowest key; return how many were dropped.
+        """Keep one of each set of equal texts; return the number of documents dropped.
 
-        So a copy that is added cannot move a document that is held out to the other split.
+        The one with the lowest key is kept. If it is held out, added copies cannot change that.
         """
         kept = np.flatnonzero(self.kept)
         kept = kept[np.argsort(self.key[kept], kind="stable")]
@@ -429,7 +436,7 @@ class Documents:
         return len(kept) - len(lowest)
 
     def read(self, order):
-        """Yield the tokens of the documents in this order, uint16; neighbours together."""
+        """Yield the tokens of the documents in this order, as uint16; neighbors in one array."""
         counts = self.first[order + 1] - self.first[order]
         pieces = np.repeat(self.first[order] - np.cumsum(counts) + counts, counts)
         pieces += np.arange(len(pieces))
@@ -445,20 +452,22 @@ class Documents:
 
 
 def validation_bar(documents, val_tokens, val_fraction, earlier):
-    """Return the number below which a document's key means validation. ValueError: too few."""
+    """Return the key below which documents are held out. Raises ValueError if there are too few."""
     if val_tokens is None:
         return math.ceil(val_fraction * 2**32)
     order = np.flatnonzero(documents.kept)
     order = order[np.argsort(documents.key[order], kind="stable")]
     sums = np.cumsum(documents.tokens[order])
     if val_tokens >= sums[-1]:
-        raise ValueError(f"--val_tokens={val_tokens} must be below {sums[-1]}, all there are")
-    last = order[np.searchsorted(sums, val_tokens, side="right")]  # one token more, to be a target
+        raise ValueError(
+            f"--val_tokens={val_tokens} must be below {sums[-1]}, all there are: lower it"
+        )
+    last = order[np.searchsorted(sums, val_tokens, side="right")]  # one more token: the last target
     return max(int(documents.key[last]) + 1, earlier)
 
 
 def cut_at(size, arrays):
-    """Yield (shard, array): the arrays in turn, cut where a shard of `size` tokens is full."""
+    """Yield (shard index, array): the arrays, cut wherever a shard of `size` tokens is full."""
     done = 0
     for array in arrays:
         while len(array):
@@ -469,7 +478,7 @@ def cut_at(size, arrays):
 
 
 def write_split(folder, split, number, documents, order, shard_tokens):
-    """Write the documents as shards from `number` on; return this split's part of the manifest."""
+    """Write the documents as shards, numbered from `number`; return their entry in the manifest."""
     total, sums = int(documents.tokens[order].sum()), {}
     arrays = cut_at(shard_tokens, documents.read(order))
     for shard, group in itertools.groupby(arrays, key=lambda pair: pair[0]):
@@ -485,7 +494,7 @@ def write_split(folder, split, number, documents, order, shard_tokens):
 
 
 def refuse_foreign(out, known):
-    """Raise ValueError if shards in out are not among the known names: a glob would read them."""
+    """Raise ValueError if out holds unknown shards: training would read them through its glob."""
     foreign = {path.name for path in shards_in(out)} - set(known)
     if foreign:
         names = ", ".join(sorted(foreign))
@@ -507,7 +516,7 @@ def publish(waiting, out, sums, texts):
         os.replace(waiting, incomplete)
     for path in shards_in(out):
         if path.name not in sums or file_sha256(path) != sums[path.name]:
-            path.unlink()  # of an earlier pack: a glob would read it
+            path.unlink()  # of an earlier pack; training would read it through its glob
     for name in sums:
         if not (out / name).exists():
             os.replace(incomplete / name, out / name)
@@ -520,14 +529,14 @@ def publish(waiting, out, sums, texts):
 
 
 # -----------------------------------------------------------------------------
-# The whole way
+# Packing
 def encode_all(files, args, parts):
-    """Return (paths of the parts in order, bad documents). ValueError: the first of these."""
+    """Return (paths of the parts in order, bad documents). Raises ValueError unless --skip_bad."""
     total = sum(path.stat().st_size for _, path in files if path and path.exists()) or None
     paths, bad, waiting = [], [], collections.deque()
     settings = args.encoding, parts, args.text_field
     pool = concurrent.futures.ProcessPoolExecutor(args.workers, None, start_worker, settings)
-    pool.submit(int)  # starts the workers, before there is another thread
+    pool.submit(int)  # starts the workers before any thread, because they may be forked
     threading.Thread(target=stop_on_interrupt, daemon=True).start()
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
 
@@ -537,8 +546,8 @@ def encode_all(files, args, parts):
         if found and not args.skip_bad:
             name, line, reason = found[0]
             raise ValueError(
-                f"{name}:{line} {reason}: mend it, name another --text_field, leave the file out "
-                f"with --exclude or --pattern, or pass --skip_bad to go on without"
+                f"{name}:{line} {reason}: correct it, give another --text_field, leave the file "
+                f"out with --exclude or --pattern, or pass --skip_bad to leave out bad documents"
             )
         bar.update(size)
         paths.append(path)
@@ -553,8 +562,8 @@ def encode_all(files, args, parts):
             take_oldest()
     except concurrent.futures.BrokenExecutor:
         raise ValueError(
-            "a worker was killed (no memory left?): run the same command again, which "
-            "goes on from here, or with fewer --workers"
+            "a worker was killed (out of memory?): run the same command again, which continues "
+            "from here, or use fewer --workers"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -575,7 +584,7 @@ def working_folder(out):
 
 
 def choose(documents, args, earlier):
-    """Return (indices of the training documents, of the validation documents, the bar)."""
+    """Return (indices of the training documents, of the validation documents, threshold)."""
     same = args.val_tokens and earlier.get("val_tokens") == args.val_tokens
     bar = validation_bar(
         documents, args.val_tokens, args.val_fraction, earlier["val_below"] if same else 0
@@ -587,15 +596,15 @@ def choose(documents, args, earlier):
     held_out = documents.key[order] < bar
     if held_out.all():
         raise ValueError(
-            "all documents are held out, none is left for training: give more "
-            "documents, or lower --val_tokens or --val_fraction"
+            "all documents are held out and none is left for training: give more documents, or "
+            "lower --val_tokens or --val_fraction"
         )
     return order[~held_out], order[held_out], bar
 
 
 def pack(args):
     """Write the shards and manifest.json of all inputs into args.out; return the manifest."""
-    encoding = get_encoding(args.encoding)  # before the workers start: they share it
+    encoding = get_encoding(args.encoding)  # before the workers start, which may share its memory
     files = list_files(args.inputs, args.pattern, args.exclude, args.out)
     waiting, earlier = working_folder(args.out), read_manifest(args.out / "manifest.json")
     incomplete = args.out / ".pack"
@@ -605,14 +614,12 @@ def pack(args):
     with open(waiting / "lock", "w") as file:
         busy = f"another pack writes into {args.out}: wait for its end, or give another --out"
         lock(file, busy)
-        if waiting != working_folder(
-            args.out
-        ):  # renamed by another pack before this one had the lock
+        if waiting != working_folder(args.out):  # another pack renamed it before this one's lock
             raise ValueError(busy)
         paths, bad = encode_all(files, args, waiting)
         documents = Documents(paths) if paths else None
         if documents is None or not documents.kept.any():
-            raise ValueError(f"no document with text in {', '.join(args.inputs)}")
+            raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs")
         dropped = documents.drop_duplicates() if args.drop_duplicates else 0
         train, val, bar = choose(documents, args, earlier)
         splits = {
@@ -648,25 +655,32 @@ def parse_args():
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="file, folder, or - for standard input")
     add("--out", required=True, type=Path, help="folder for the shards")
-    add("--encoding", default="gpt2", help="bytes, gpt2, or another of tiktoken's names")
+    add("--encoding", default="gpt2", help="bytes, gpt2, or another encoding of tiktoken")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--val_tokens", type=int, help="of the validation split, at least")
-    size.add_argument("--val_fraction", default=0.01, type=float, help="of the documents")
+    size.add_argument(
+        "--val_tokens", type=int, help="minimum size of the validation split in tokens"
+    )
+    size.add_argument(
+        "--val_fraction",
+        default=0.01,
+        type=float,
+        help="fraction of the documents to hold out (0.01)",
+    )
     add(
         "--format",
         default="auto",
         choices=["auto", "text", "jsonl", "parquet"],
-        help="of the inputs; auto: by their names, standard input is a text",
+        help="format of the inputs; auto goes by the file name and takes standard input as text",
     )
-    add("--text_field", default="text", help="of a JSON line or a parquet row")
-    add("--pattern", default="*", help="of file names taken from folders")
+    add("--text_field", default="text", help="field of a JSON line or a parquet row")
+    add("--pattern", default="*", help="only read files of a folder whose names match")
     add("--exclude", default=[], nargs="*", help="relative paths to leave out")
-    add("--shuffle_seed", type=int, help="deal the documents out in a random order")
-    add("--drop_duplicates", action="store_true", help="keep of equal texts the first")
-    add("--skip_bad", action="store_true", help="go on without documents that cannot be read")
-    add("--shard_tokens", default=100_000_000, type=int, help="tokens a shard")
+    add("--shuffle_seed", type=int, help="shuffle the documents with this seed")
+    add("--drop_duplicates", action="store_true", help="keep one of each set of equal texts")
+    add("--skip_bad", action="store_true", help="leave out documents that cannot be read")
+    add("--shard_tokens", default=100_000_000, type=int, help="tokens per shard (100M)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--workers", default=cores, type=int, help="processes")
+    add("--workers", default=cores, type=int, help="number of processes (all cores)")
     args = parser.parse_args()
     for name, low, high in (
         ("shard_tokens", 1, 2**31 - 1),
@@ -677,12 +691,12 @@ def parse_args():
     ):
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
-            raise ValueError(f"--{name}={value} must be in {low}..{high}")
+            raise ValueError(f"--{name}={value} must be in {low}..{high}: correct it")
     return args
 
 
 def stop_on_interrupt():
-    """End at an interrupt, even in the middle of a read; the workers see it and end, too."""
+    """Exit at an interrupt, even in the middle of a read. The workers notice and exit, too."""
     signal.sigwait({signal.SIGINT})
     os.write(2, b"data/pack.py: stopped; the same command goes on from here\n")
     os._exit(130)
@@ -703,7 +717,7 @@ def warn_of_equal_shards(sums):
 
 
 def main():
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # left to stop_on_interrupt
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # stop_on_interrupt waits for it
     try:
         args = parse_args()
         manifest = pack(args)
@@ -719,7 +733,7 @@ def main():
         print(f"skipped: {count:,} x {reason}; each is named in {args.out / 'skipped.txt'}")
     if not manifest["val"]["documents"] and args.val_fraction:
         print(
-            "note: no document is held out for validation: raise --val_fraction, or cut a single "
+            "note: no document is held out for validation. Raise --val_fraction, or cut a single "
             "long text into documents: mkdir parts; split -C 20k TEXT parts/"
         )
     warn_of_equal_shards({**manifest["train"]["sha256"], **manifest["val"]["sha256"]})
