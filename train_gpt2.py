@@ -1,22 +1,26 @@
-"""Train GPT-2 124M to a validation loss of 3.28 on FineWeb: one file, one speedrun.
+"""Train GPT-2 124M to a validation loss of 3.28 on FineWeb, in one file.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py      # or python train_gpt2.py --help
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py      # 8 GPUs
+    python train_gpt2.py                                        # one GPU, or a CPU
+    python train_gpt2.py --help                                 # all settings and presets
 
-The defaults are record 7 of the public NanoGPT speedrun (October 2024): loss 3.2755 in 12.0 minutes
-on 8xH100 (one run, its own log); no GPU has run this file yet. It needs torch and numpy.
+The defaults are record 7 of the public NanoGPT speedrun (October 2024), whose log says: validation
+loss 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not run on a GPU yet. It needs
+torch and numpy.
+
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import fcntl
+import functools
 import glob
 import hashlib
-import inspect
 import math
 import os
+import platform
 import re
 import resource
 import signal
@@ -30,140 +34,215 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, get_args
 
+# Each log begins with this text. It is read before the slow imports below, so that it is the source
+# that runs even if the file is edited right after the start.
+SOURCE = Path(__file__).read_text(encoding="utf-8")
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import _dynamo, nn
-from torch._functorch import config as functorch_config
+from torch import nn
 
 try:
     from tqdm import tqdm
-except ImportError:  # a terminal then shows lines instead of a bar
+except ImportError:  # then a terminal shows lines instead of a progress bar
     tqdm = None
 
 
-# ---- Settings: edit them here, or give any of them as --name=value ------------------------------
-class RunError(ValueError):
-    """A mistake that the user can fix: shown as one sentence, without a traceback."""
+# ---- Settings -----------------------------------------------------------------------------------
+class UserError(ValueError):
+    """A mistake that the user can fix. It is shown as one sentence, without a traceback."""
+
+
+def setting(default, group, help, low=None, high=2**31 - 1):
+    """Return a field of Hyperparameters, listed under `group` in --help.
+
+    low, high: the allowed range of a number; low is by default 1 for an int and 0 for a float.
+    """
+    metadata = dict(group=group, help=help, range=(low, high))
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """Everything that defines a run. Raises RunError for values that no run can have."""
+    """All settings of a run. Edit the defaults here, or pass --name=value on the command line.
 
-    # what defines the result: a resumed run must have the same, except a higher num_iterations
-    vocab_size: int = 50304  # GPT-2's 50257, rounded up to a multiple of 128, which is faster
-    n_layer: int = 12  # blocks
-    n_head: int = 6  # attention heads
-    n_embd: int = 768  # channels
-    ngrams: int = 0  # a table adds a row to the embedding for each n-gram of 2 to so many tokens
-    ngram_rows: int = 2**18  # of that table; n-grams share them by their hash
-    key_offset: int = 0  # positions from a key to its value; 1: one layer continues what repeats
-    logit_softcap: float = 0.0  # s: logits z become s tanh(z / s); 0: they stay
-    batch_size: int = 512  # sequences a step, over all processes
-    sequence_length: int = 1024  # tokens
-    num_iterations: int = 5100  # steps
-    learning_rate: float = 0.0036  # of AdamW, for all but the matrices of the blocks
-    muon_learning_rate: float = 0.00036  # of Muon, for the matrices of the blocks
-    muon_momentum: float = 0.95  # of Muon
-    warmdown_iters: int = 1450  # last steps, in which they fall to 0; lower it for a short run
-    seed: int = 1337  # of the initial weights; nothing else is random
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of matrix products; auto: the faster
-    # a resumed run may change all from here on. Data: shards, by data/fineweb.py or data/pack.py
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob, read in the order of the names
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob
-    allow_repeat: bool = False  # True: start over when the training tokens run out
-    val_loss_every: int = 125  # steps between validations; 0: only after the last step
-    val_tokens: int = 10485760  # validate on this many tokens, the first in val_files
-    target_val_loss: float = 3.28  # the log's last line shows it beside the result
-    save_every: int = 0  # steps between checkpoints; 0: none, unless a signal ends the run
-    keep_checkpoints: int = 2  # the newest that stay
-    resume: str = ""  # a checkpoint to continue from; auto: the newest of run_id, if any
-    log_dir: str = "logs"  # folder of logs and checkpoints
-    run_id: str = ""  # name of the log and of the checkpoints' folder; empty: made from the time
-    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if there is a GPU
-    device_batch_size: int = 64  # sequences a forward pass, at most; sets memory use and speed
-    compile: bool = True  # with torch.compile; False starts sooner and runs slower
-    comm_timeout: int = 600  # seconds that a rank waits for the others before the run fails
+    A new setting needs only a type and a default: `my_setting: float = 1.0`.
+    Raises UserError if a value is not allowed.
+    """
+
+    vocab_size: int = setting(50304, "model", "50257 rounded up to 128s, for speed", high=2**16)
+    n_layer: int = setting(12, "model", "transformer blocks", high=1000)
+    n_head: int = setting(6, "model", "attention heads")
+    n_embd: int = setting(768, "model", "channels")
+    max_ngram: int = setting(0, "model", "longest n-gram in the table; 0: no table", 0, 32)
+    ngram_rows: int = setting(2**18, "model", "rows of the n-gram table, shared by equal hashes")
+    key_shift: int = setting(0, "model", "positions by which each key is shifted right", 0)
+    logit_softcap: float = setting(0.0, "model", "s: bound logits by s * tanh(z / s); 0: do not")
+    dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "model", "of matrix products")
+    seed: int = setting(1337, "model", "of the initial weights; nothing else is random", 0)
+
+    batch_size: int = setting(512, "training", "sequences per step, over all processes")
+    sequence_length: int = setting(1024, "training", "tokens per sequence")
+    num_iterations: int = setting(5100, "training", "optimizer steps")
+    learning_rate: float = setting(0.0036, "training", "of AdamW: embedding, head")
+    muon_learning_rate: float = setting(0.00036, "training", "of Muon: the blocks' matrices")
+    muon_momentum: float = setting(0.95, "training", "of Muon", high=0.9999)
+    warmdown_iters: int = setting(1450, "training", "last steps, with rates decaying to 0", 0)
+
+    train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "data", "pattern of shards")
+    val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "data", "pattern of shards")
+    allow_repeat: bool = setting(False, "data", "start over when the training tokens run out")
+
+    val_loss_every: int = setting(125, "validation", "steps between them; 0: only at the end", 0)
+    val_tokens: int = setting(10485760, "validation", "number of tokens, the first in val_files")
+    target_val_loss: float = setting(3.28, "validation", "printed beside the result, no effect")
+
+    run_id: str = setting("", "checkpoints", "name of log and folder; empty: made from the time")
+    log_dir: str = setting("logs", "checkpoints", "folder for logs and checkpoints")
+    save_every: int = setting(0, "checkpoints", "steps between them; 0: only after a signal", 0)
+    keep_checkpoints: int = setting(2, "checkpoints", "number of recent ones to keep")
+    resume: str = setting("", "checkpoints", "file to resume; auto: the newest of run_id, if any")
+
+    device: Literal["auto", "cuda", "cpu"] = setting("auto", "machine", "auto: cuda if present")
+    device_batch_size: int = setting(64, "machine", "most sequences per forward pass: memory")
+    compile: bool = setting(True, "machine", "torch.compile; False starts faster, runs slower")
+    comm_timeout: int = setting(600, "machine", "seconds that a rank waits for the others")
 
     def __post_init__(self):
-        may_be_0 = "ngrams", "key_offset", "warmdown_iters", "seed", "val_loss_every", "save_every"
-        for name, value in vars(self).items():
-            kind = self.__dataclass_fields__[name].type
-            least = 0 if name in may_be_0 or kind is float else 1
-            if kind in (int, float) and not least <= value < 2**31:
-                raise RunError(f"{name}={value} must be a number from {least} to 2**31 - 1")
+        for field in dataclasses.fields(self):
+            if field.type in (int, float):
+                check_number(field, getattr(self, field.name))
         if self.n_embd % (2 * self.n_head):
-            raise RunError(f"n_embd={self.n_embd} must be a multiple of 2 * n_head={self.n_head}")
+            raise UserError(f"n_embd={self.n_embd} must be a multiple of 2 * n_head={self.n_head}")
+        if self.key_shift >= self.sequence_length:
+            raise UserError(f"key_shift={self.key_shift} must be less than sequence_length")
+        if self.logit_softcap and not 1 <= self.logit_softcap <= 1000:
+            raise UserError(f"logit_softcap={self.logit_softcap} must be 0 or from 1 to 1000")
         if not re.fullmatch(r"([\w-][\w.-]*)?", self.run_id):
-            raise RunError(f"run_id={self.run_id!r} must be a file's name: letters, digits, - . _")
+            raise UserError(f"run_id={self.run_id!r} must be a file name of letters, digits, -_.")
         if self.resume == "auto" and not self.run_id:
-            raise RunError("--resume=auto needs the --run_id to look for")
+            raise UserError("--resume=auto also needs --run_id, the run to look for")
 
 
-PRESETS = {  # --preset=NAME: what it takes and its settings, which others override
-    "record7": "the defaults: 12.0 minutes on 8xH100 by a public log, predicted: 28 GB a GPU",
-    "24gb": "the same on one GPU of 24 GB, predicted: 15 GB --device_batch_size=32",
-    "candidate": "record 7 with bigrams, key offset and soft-cap, for a GPU to try: no result yet"
-    " --ngrams=2 --ngram_rows=251519 --key_offset=1 --logit_softcap=15 --num_iterations=4600",
-    "cpu": "the CPU record, measured: 15 s on 2 cores, 0.8 GB; run.sh makes its data --device=cpu"
-    " --train_files=data/torch_sources/train_*.bin --val_files=data/torch_sources/val_*.bin"
-    " --vocab_size=257 --n_layer=2 --n_head=1 --n_embd=128 --sequence_length=256 --ngrams=6"
-    " --key_offset=1 --batch_size=16 --num_iterations=220 --warmdown_iters=100 --val_loss_every=55"
-    " --learning_rate=0.03 --muon_learning_rate=0.002 --val_tokens=420864 --target_val_loss=1.32",
-    "laptop": "your own text, packed into data/mine: 6 minutes on 2 cores, 0.8 GB, measured"
-    " --train_files=data/mine/train_*.bin --val_files=data/mine/val_*.bin --allow_repeat=True"
-    " --n_layer=4 --n_head=1 --n_embd=128 --sequence_length=256 --batch_size=16"
-    " --device_batch_size=16 --num_iterations=600 --warmdown_iters=300 --learning_rate=0.006"
-    " --muon_learning_rate=0.0007 --val_loss_every=100 --val_tokens=8192 --target_val_loss=5.2",
-}
+def check_number(field, value):
+    """Raise UserError unless value is a number within the range of its setting."""
+    low, high = field.metadata.get("range", (None, 2**31 - 1))
+    if low is None:
+        low = 1 if field.type is int else 0
+    if not isinstance(value, (int, float)) or not low <= value <= high:
+        raise UserError(f"{field.name}={value!r} must be a number from {low} to {high}")
+
+
+# A resumed run may change these settings. The others must equal the checkpoint's, except that
+# num_iterations may grow.
+CHANGEABLE_ON_RESUME = (
+    "train_files", "val_files", "allow_repeat", "val_loss_every", "val_tokens", "target_val_loss",
+    "run_id", "log_dir", "save_every", "keep_checkpoints", "resume",
+    "device", "device_batch_size", "compile", "comm_timeout",
+)  # fmt: skip
+
+# --preset=NAME replaces defaults; settings on the command line override the preset.
+PRESETS = {
+    "record7": ("the defaults: GPT-2 124M on FineWeb, for 8 GPUs of 80 GB", {}),
+    "24gb": ("the same run on one GPU of 24 GB", dict(device_batch_size=32)),
+    "candidate": (
+        "record 7 with bigrams, key shift and soft-cap; not run on a GPU yet",
+        dict(
+            max_ngram=2, ngram_rows=251519, key_shift=1, logit_softcap=15, num_iterations=4600
+        ),
+    ),
+    "cpu": (
+        "the CPU record: 15 s of training on 2 cores; `bash run.sh` makes its data",
+        dict(
+            device="cpu",
+            train_files="data/torch_sources/train_*.bin",
+            val_files="data/torch_sources/val_*.bin",
+            vocab_size=257, n_layer=2, n_head=1, n_embd=128, max_ngram=6, key_shift=1,
+            batch_size=16, sequence_length=256, num_iterations=220, warmdown_iters=100,
+            learning_rate=0.03, muon_learning_rate=0.002,
+            val_loss_every=55, val_tokens=420864, target_val_loss=1.32,
+        ),
+    ),
+    "laptop": (
+        "your own text, packed into data/mine: 6 minutes on 2 cores",
+        dict(
+            train_files="data/mine/train_*.bin",
+            val_files="data/mine/val_*.bin",
+            allow_repeat=True,
+            n_layer=4, n_head=1, n_embd=128,
+            batch_size=16, device_batch_size=16, sequence_length=256,
+            num_iterations=600, warmdown_iters=300,
+            learning_rate=0.006, muon_learning_rate=0.0007,
+            val_loss_every=100, val_tokens=8192, target_val_loss=5.2,
+        ),
+    ),
+}  # fmt: skip
 
 
 def parse_args(argv):
-    """Return Hyperparameters from argv, else RunError. A field's comment is its help: keep one."""
+    """Return the Hyperparameters that command-line arguments such as --n_layer=6 ask for.
+
+    Raises UserError for an unknown name or a value that is not allowed.
+    """
 
     def refuse(message):
-        raise RunError(f"{message}; --help lists all settings")
+        raise UserError(f"{message}. --help lists all settings")
 
-    def boolean(text):
-        return ("false", "true").index(text.lower()) == 1
-
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
+    presets = "\n".join(f"  {name:<12}{text}" for name, (text, _) in PRESETS.items())
+    parser = argparse.ArgumentParser(
+        usage="train_gpt2.py [--preset=NAME] [--name=value ...]",
+        description=__doc__ + "\nEvery setting is listed with its default.",
+        epilog=f"presets (--preset=NAME), which other settings override:\n{presets}",
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, width=100, max_help_position=30
+        ),
+        allow_abbrev=False,
+    )
     parser.error = refuse
-    presets = "; ".join(map(": ".join, PRESETS.items()))
-    parser.add_argument("--preset", choices=PRESETS, default="record7", help=presets)
-    kinds = {bool: boolean, int: int, float: float}
-    source = inspect.getsource(Hyperparameters)
-    for name, text in re.findall(r"^    (\w+): .*  # (.*)$", source, re.M):
-        field = Hyperparameters.__dataclass_fields__[name]
-        kind = kinds.get(field.type, str)
-        choices = get_args(field.type) or None
-        default = field.default
-        text = f"{text} (default: {default!r})"
-        parser.add_argument(f"--{name}", type=kind, choices=choices, help=text, default=default)
+    parser.add_argument("--preset", choices=PRESETS, default="record7", help=argparse.SUPPRESS)
+    converters = {bool: boolean, int: int, float: float}
+    groups = {}
+    for field in dataclasses.fields(Hyperparameters):
+        title = field.metadata.get("group", "other")
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(
+            f"--{field.name}",
+            type=converters.get(field.type, str),
+            choices=get_args(field.type) or None,  # the values of a Literal
+            default=field.default,
+            metavar=str(field.default) or "''",
+            help=field.metadata.get("help", "").replace("%", "%%"),
+        )
     preset = parser.parse_known_args(argv)[0].preset
-    values = vars(parser.parse_args(re.findall(r"--\S+", PRESETS[preset]) + argv))
+    parser.set_defaults(**PRESETS[preset][1])
+    values = vars(parser.parse_args(argv))
     del values["preset"]
     return Hyperparameters(**values)
 
 
-# ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialised projections
+def boolean(text):
+    """Return the bool that "true" or "false" means, in any case. Raises ValueError for others."""
+    return ("false", "true").index(text.lower()) == 1
+
+
+# ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
 def norm(x):
-    """RMSNorm over the last dimension, without gain; float32's eps whatever the dtype of x."""
-    return F.rms_norm(x, (x.size(-1),), eps=2**-23)
+    """RMSNorm over the last dimension, without a gain."""
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's epsilon, also for a bfloat16 x
 
 
-class Linear(nn.Linear):
-    """A linear layer whose weight is float32 and whose product has the dtype of x."""
+class CastedLinear(nn.Linear):
+    """A linear layer that keeps its weight in float32 and multiplies in the dtype of x."""
 
     def forward(self, x):
         return F.linear(x, self.weight.type_as(x))
 
 
 class Rotary(nn.Module):
-    """Rotary positions: channel i is rotated with i + D/2. https://arxiv.org/abs/2104.09864"""
+    """Rotary position embedding: rotates channels i and i + D/2. https://arxiv.org/abs/2104.09864"""
 
     def __init__(self, head_dim, sequence_length):
         super().__init__()
@@ -185,23 +264,24 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         C = args.n_embd
         self.n_head = args.n_head
-        self.key_offset = args.key_offset
-        self.c_q = Linear(C, C, bias=False)  # three matrices: Muon takes each by itself
-        self.c_k = Linear(C, C, bias=False)
-        self.c_v = Linear(C, C, bias=False)
-        self.c_proj = Linear(C, C, bias=False)
+        self.key_shift = args.key_shift
+        self.c_q = CastedLinear(C, C, bias=False)  # separate, so that Muon orthogonalizes each one
+        self.c_k = CastedLinear(C, C, bias=False)
+        self.c_v = CastedLinear(C, C, bias=False)
+        self.c_proj = CastedLinear(C, C, bias=False)
         nn.init.zeros_(self.c_proj.weight)  # every block starts as the identity
         self.rotary = Rotary(C // args.n_head, args.sequence_length)
 
-    def heads(self, x):  # (B, T, C) to (B, H, T, D)
+    def split_heads(self, x):  # (B, T, C) to (B, H, T, D)
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
     def forward(self, x):  # (B, T, C)
-        q = self.rotary(norm(self.heads(self.c_q(x))))
-        k = norm(self.heads(self.c_k(x)))
-        k = self.rotary(F.pad(k, (0, 0, self.key_offset, 0))[:, :, : k.size(2)])  # zeros first
-        v = self.heads(self.c_v(x))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q = norm(self.split_heads(self.c_q(x)))
+        k = norm(self.split_heads(self.c_k(x)))
+        v = self.split_heads(self.c_v(x))
+        # The key of each token moves key_shift positions to the right; zeros fill the gap.
+        k = F.pad(k, (0, 0, self.key_shift, 0))[:, :, : k.size(2)]
+        y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -209,8 +289,8 @@ class MLP(nn.Module):
     def __init__(self, args):
         super().__init__()
         C = args.n_embd
-        self.c_fc = Linear(C, 4 * C, bias=False)
-        self.c_proj = Linear(4 * C, C, bias=False)
+        self.c_fc = CastedLinear(C, 4 * C, bias=False)
+        self.c_proj = CastedLinear(4 * C, C, bias=False)
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x):  # (B, T, C)
@@ -229,203 +309,310 @@ class Block(nn.Module):
 
 
 class NgramTable(nn.Module):
-    """Sum a table's rows of the last 2, 3, ... `longest` tokens, by hash; gradients are sparse."""
+    """A second embedding table, looked up by hashes of the last 2, 3, ... max_ngram tokens.
+
+    The rows found for a position are summed. The gradient is sparse.
+    """
 
     def __init__(self, args):
         super().__init__()
-        self.longest = args.ngrams
+        self.max_ngram = args.max_ngram
         self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd))
 
-    @torch.compiler.disable  # which has no sparse gradients
+    @torch.compiler.disable  # torch.compile does not support sparse gradients
     def forward(self, inputs):  # (B, T) to (B, T, C)
         hashes = inputs
         rows = []
-        for distance in range(1, self.longest):
-            earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]  # zeros come first
-            hashes = hashes * 1000003 + earlier + 1  # modulo 2**64
+        for distance in range(1, self.max_ngram):
+            # The tokens `distance` positions earlier; zeros stand before the sequence.
+            earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
+            hashes = hashes * 1000003 + earlier + 1  # int64 wraps around
             rows.append(hashes % len(self.weight))
-        rows = torch.stack(rows, dim=-1).flatten(0, 1)  # (B * T, longest - 1)
+        rows = torch.stack(rows, dim=-1).flatten(0, 1)  # (B * T, max_ngram - 1)
         total = F.embedding_bag(rows, self.weight, mode="sum", sparse=True)
         return total.unflatten(0, inputs.shape)
 
 
 class GPT(nn.Module):
-    """GPT-2 with tied embedding and head: float32 weights; activations and products in dtype."""
+    """GPT-2 with tied embedding and head.
+
+    Weights are float32; activations and matrix products have the given dtype.
+    """
 
     def __init__(self, args, dtype=torch.float32):
         super().__init__()
         self.dtype = dtype
         self.wte = nn.Embedding(args.vocab_size, args.n_embd)
         self.h = nn.ModuleList(Block(args) for _ in range(args.n_layer))
-        self.lm_head = Linear(args.n_embd, args.vocab_size, bias=False)
-        self.wte.weight = self.lm_head.weight  # tied: one tensor, with the head's initial values
-        self.ngrams = NgramTable(args) if args.ngrams > 1 else None
-        self.softcap = args.logit_softcap
+        self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
+        self.wte.weight = self.lm_head.weight  # tied: one tensor, initialized as a head
+        self.ngrams = NgramTable(args) if args.max_ngram > 1 else None
+        self.logit_softcap = args.logit_softcap
 
     def forward(self, inputs, targets=None):
-        """Return the mean cross-entropy (float32 scalar), or without targets logits (B, T, V).
-        inputs, targets: (B, T) int64, T at most sequence_length; targets of -1 do not count."""
-        ngrams = self.ngrams(inputs) if self.ngrams else 0.0
+        """Return the mean cross-entropy in nats (float32 scalar), or the logits (float32, B, T, V).
+
+        inputs: (B, T) int64, T at most sequence_length. targets: the same shape, where -1 is
+        ignored; without them the logits are returned.
+        """
+        # The table is not compiled. Looked up first, it does not split the compiled graph.
+        ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs)
         x = (self.wte(inputs) + ngrams).to(self.dtype)  # (B, T, C)
         for block in self.h:
             x = block(x)
         x = norm(x)
         weight = self.lm_head.weight
         if targets is None:
-            return logits_of(x, weight.type_as(x), self.softcap)
-        return ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), self.softcap)
+            return compute_logits(x, weight.type_as(x), self.logit_softcap)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        needs_grad = torch.is_grad_enabled()  # it is never enabled inside of apply
+        return ChunkedCrossEntropy.apply(x, weight, targets, self.logit_softcap, needs_grad)
 
 
-def logits_of(x, weight, softcap):
-    """Return the logits, float32 (..., V), of hidden states x (..., C); training uses them, too."""
+def compute_logits(x, weight, softcap):
+    """Return float32 logits (..., V) of hidden states x (..., C), for training and inference."""
     logits = F.linear(x, weight).float()
     if softcap:
-        logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap  # s tanh(z / s), faster
+        # softcap * tanh(logits / softcap), written with a sigmoid because inductor fuses it better
+        logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
     return logits
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy over targets but -1, and its gradients, of a chunk of tokens at a time."""
+    """Mean cross-entropy and its gradients, computed one chunk of tokens at a time.
+
+    The logits of all tokens never exist at once: for 64 x 1024 tokens of GPT-2 they would take
+    13.2 GB. Targets of -1 are ignored.
+    """
 
     @staticmethod
-    def of_chunk(x, weight, targets, softcap, count):
-        logits = logits_of(x, weight, softcap)
+    def chunk_loss(x, weight, targets, softcap, count):
+        logits = compute_logits(x, weight, softcap)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / count
 
     @staticmethod
-    def forward(ctx, x, weight, targets, softcap):  # (N, C), (V, C), (N,)
-        chunks = 2 if x.is_cuda else 8  # at most; by a plan a GPU is faster with fewer
-        size = max(512 * 50304 // len(weight), len(x) // chunks)
+    def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
+        min_chunk_size = 512 * 50304 // len(weight)  # smaller chunks only cost time
+        max_chunks = 2 if x.is_cuda else 8  # a plan of the kernels says that a GPU likes few
+        chunks = min(max_chunks, math.ceil(len(x) / min_chunk_size))
         count = (targets != -1).sum().clamp(min=1)
-        low = weight.type_as(x)
-        of_chunk = ChunkedCrossEntropy.of_chunk
+        cast_weight = weight.type_as(x)
+        chunk_loss = ChunkedCrossEntropy.chunk_loss
         loss = grad_weight = 0.0
         grad_x = []
-        for x_i, targets_i in zip(x.split(size), targets.split(size)):
-            if ctx.needs_input_grad[0]:  # of x; of weight it is True in evaluation, too
-                grad_and_value = torch.func.grad_and_value(of_chunk, argnums=(0, 1))
-                grads, loss_i = grad_and_value(x_i, low, targets_i, softcap, count)
+        for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
+            if needs_grad:
+                grad_and_value = torch.func.grad_and_value(chunk_loss, argnums=(0, 1))
+                grads, loss_i = grad_and_value(x_i, cast_weight, targets_i, softcap, count)
                 grad_x.append(grads[0])
                 grad_weight = grad_weight + grads[1].float()
             else:
-                loss_i = of_chunk(x_i, low, targets_i, softcap, count)
+                loss_i = chunk_loss(x_i, cast_weight, targets_i, softcap, count)
             loss = loss + loss_i
-        if grad_x:
+        if needs_grad:
             ctx.save_for_backward(torch.cat(grad_x), grad_weight)
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss, grad_weight * grad_loss, None, None
+        return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
 
 
 # ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist -
-def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
-    """Orthogonalize G = U S V^T: about U V^T, bf16. https://kellerjordan.github.io/posts/muon/
-    G: (M, N) or (K, M, N) of any float dtype, unmodified; else ValueError. dtype: of products."""
-    if G.ndim not in (2, 3):
-        raise ValueError(f"G of shape {tuple(G.shape)} must be a matrix or a batch of them")
-    length = torch.linalg.matrix_norm(G, keepdim=True, dtype=torch.float64)
-    X = (G / (length + 1e-7).float()).to(dtype)  # float64 also holds the square of 1e30
-    tall = G.size(-2) > G.size(-1)
-    X = X.mT if tall else X  # (m, n), m <= n: A is the smaller
+def newton_schulz_polynomial(A):
+    """Return P = a I + b A + c A A: one iteration replaces X by P X, where A = X X^T.
+
+    A: (M, M) or (K, M, M). With these coefficients a singular value s becomes a s + b s^3 + c s^5,
+    which moves it towards 1. Source: https://kellerjordan.github.io/posts/muon/
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
-    multiply_add = torch.addmm if G.ndim == 2 else torch.baddbmm
-    for _ in range(5):
-        A = X @ X.mT
-        B = multiply_add(A, A, A, beta=b, alpha=c)  # b A + c A A
-        X = multiply_add(X, B, X, beta=a)  # a s + b s^3 + c s^5 for its singular values s
-    return (X.mT if tall else X).bfloat16()
+    multiply_add = torch.addmm if A.ndim == 2 else torch.baddbmm
+    P = multiply_add(A, A, A, beta=b, alpha=c)
+    P.diagonal(dim1=-2, dim2=-1).add_(a)
+    return P
+
+
+def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
+    """Orthogonalize G by five Newton-Schulz iterations: about U V^T for G = U S V^T.
+
+    G: (M, N) or (K, M, N), any float dtype and scale, unmodified. dtype: of the products. Returns
+    bfloat16 of the same shape; singular values are near 1, not exact. Raises ValueError for other
+    shapes.
+    """
+    if G.ndim not in (2, 3):
+        raise ValueError(f"G has shape {tuple(G.shape)}: it must be a matrix or a stack of them")
+    length = torch.linalg.matrix_norm(G, keepdim=True, dtype=torch.float64)
+    X = G.to(dtype) / (length + 1e-7).to(dtype)  # float64, because 1e30 squared overflows float32
+    tall = G.size(-2) > G.size(-1)
+    m, n = sorted(G.shape[-2:])
+    # If X is much wider than high, it is cheaper to multiply the polynomials of two or three
+    # iterations, which are as small as A, and then X once. More than three lose precision.
+    for iterations in (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1):
+        A = X.mT @ X if tall else X @ X.mT  # (m, m)
+        P = newton_schulz_polynomial(A)
+        for _ in range(iterations - 1):
+            P = newton_schulz_polynomial(P @ A @ P.mT) @ P
+        X = X @ P.mT if tall else P @ X
+    return X.bfloat16()
 
 
 class Muon(torch.optim.Optimizer):
-    """MomentUm (Nesterov's) Orthogonalized by Newton-Schulz, for matrices: U V^T, not U S V^T.
-    All directions are learnt at one speed. Entries move by about lr a step, root mean square; for
-    Keller Jordan's 0.02 give 0.02 / sqrt(columns). params: (M, ...), seen as matrices (M, N), else
-    ValueError. dtype: of products. One rank owns a matrix and its momentum; p.grad: all or none."""
+    """MomentUm Orthogonalized by Newton-Schulz: Nesterov momentum U S V^T is replaced by U V^T.
+
+    Every direction in weight space is learned at the same rate. Each matrix belongs to one rank,
+    which alone keeps its momentum and computes its update. Then all ranks apply all updates.
+
+    params: parameters of at least two dimensions; (M, ...) counts as a matrix (M, N). Their
+    gradients must be equal on all ranks, and p.grad must be set on all ranks or on none. lr: root
+    mean square of an entry's change per step. dtype: of the matrix products. Raises ValueError for
+    other parameters or values.
+
+    Unlike torch.optim.Muon it scales an update by sqrt(max(M, N)) and belongs to ranks. To convert
+    its lr, take 0.2 * lr for "match_rms_adamw" and lr / sqrt(N) for "original". A weight decay
+    takes lr * weight_decay off each step as there, so multiply it by what lr was divided by.
+    """
 
     def __init__(
         self, params, lr, momentum=0.95, weight_decay=0, rank=0, world_size=1, dtype=torch.bfloat16
     ):
+        if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0):
+            raise ValueError(
+                f"lr={lr}, momentum={momentum} and weight_decay={weight_decay} must be at least 0, "
+                f"and momentum less than 1"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} must be from 0 to world_size - 1 = {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
         self.dtype = dtype
-        self.owner = {}  # parameter: its rank; super().__init__ fills both by add_param_group
-        self.loads = [0] * world_size  # multiplications of each rank in a Newton-Schulz iteration
+        self.owner = {}  # rank of each parameter
+        self.loads = [0] * world_size  # cost of each rank's matrices
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
-        """Deal the group's matrices to the ranks, the most expensive first."""
+        """Add a group and assign its stacks of matrices to the ranks, the most expensive first."""
         super().add_param_group(param_group)
-        params = param_group["params"]
-        for p in params:
+        for p in param_group["params"]:
             if p.ndim < 2:
                 raise ValueError(f"Muon takes matrices, not a parameter of shape {tuple(p.shape)}")
-        for p in sorted(params, key=matrix_cost, reverse=True):
-            self.owner[p] = self.loads.index(min(self.loads))
-            self.loads[self.owner[p]] += matrix_cost(p)
+        for stack in stacks_of(param_group["params"]):
+            rank = self.loads.index(min(self.loads))
+            for p in stack:
+                self.owner[p] = rank
+                self.loads[rank] += matrix_cost(p)
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update all parameters in place; return the loss of closure, if there is one."""
-        loss = closure and torch.enable_grad()(closure)()
+        """Update all parameters in place. Collective: every rank must call it.
+
+        Return the loss of closure, if there is one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            params.sort(key=matrix_cost, reverse=True)
-            sent = []
-            for first in range(0, len(params), self.world_size):
-                together = params[first : first + self.world_size]
-                sizes = [p.numel() for p in together]
-                flat = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
-                slots = flat.split(sizes)  # those of other ranks stay 0: the sum is exact
-                for p, slot in zip(together, slots):
-                    if self.owner[p] == self.rank:
-                        slot.copy_(self.orthogonalized_momentum(p, group).flatten())
-                work = self.world_size > 1 and dist.all_reduce(flat, async_op=True)
-                sent.append((work, together, slots))
-            for work, together, slots in sent:
-                if work:
-                    work.wait()
-                for p, slot in zip(together, slots):
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                    scale = max(p.flatten(1).shape) ** 0.5  # makes the update's mean square 1
-                    p.add_(slot.view_as(p), alpha=-group["lr"] * scale)
+            stacks = []
+            for stack in stacks_of(group["params"]):
+                stack = [p for p in stack if p.grad is not None]
+                if stack:
+                    stacks.append(stack)
+            pending = []
+            for first in range(0, len(stacks), self.world_size):
+                bucket = stacks[first : first + self.world_size]
+                pending.append(self.start_updates(bucket, group))
+                if self.world_size == 1 or len(pending) > 2:
+                    self.finish_updates(*pending.pop(0), group)
+            for bucket, slots, work in pending:
+                self.finish_updates(bucket, slots, work, group)
         return loss
 
-    def orthogonalized_momentum(self, p, group):
-        """Advance the momentum of p; return it orthogonalized, (M, N) bf16."""
-        if p not in self.state:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        momentum = self.state[p]["momentum_buffer"]
-        momentum.mul_(group["momentum"]).add_(p.grad)
-        nesterov = p.grad.add(momentum, alpha=group["momentum"])
-        return zeropower_via_newtonschulz5(nesterov.flatten(1), self.dtype)
+    def start_updates(self, bucket, group):
+        """Compute this rank's updates of a bucket of stacks and start to send them to all ranks.
+
+        Return (bucket, slots, work): a bfloat16 slot for each stack, filled when work is done.
+        """
+        sizes = [sum(p.numel() for p in stack) for stack in bucket]
+        buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=bucket[0][0].device)
+        slots = buffer.split(sizes)  # the slots of other ranks stay 0, so the sum is exact
+        for stack, slot in zip(bucket, slots):
+            if self.owner[stack[0]] == self.rank:
+                slot.copy_(self.orthogonalized_momenta(stack, group).flatten())
+        work = None
+        if self.world_size > 1:
+            work = dist.all_reduce(buffer, async_op=True)
+        return bucket, slots, work
+
+    def finish_updates(self, bucket, slots, work, group):
+        """Wait for the updates of a bucket and apply them to its parameters."""
+        if work is not None:
+            work.wait()
+        for stack, slot in zip(bucket, slots):
+            for p, update in zip(stack, slot.chunk(len(stack))):
+                if group["weight_decay"]:
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                scale = max(p.flatten(1).shape) ** 0.5  # makes the update's mean square 1
+                p.add_(update.view_as(p), alpha=-group["lr"] * scale)
+
+    def orthogonalized_momenta(self, stack, group):
+        """Advance the momenta of a stack; return them orthogonalized, (K, M, N) or (M, N)."""
+        M, N = stack[0].flatten(1).shape
+        directions = torch.empty(len(stack), M, N, dtype=self.dtype, device=stack[0].device)
+        for p, direction in zip(stack, directions):
+            if p not in self.state:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momentum = self.state[p]["momentum_buffer"]
+            momentum.mul_(group["momentum"]).add_(p.grad)
+            torch.add(p.grad, momentum, alpha=group["momentum"], out=direction.view_as(p))
+        if len(stack) == 1:
+            directions = directions[0]
+        return zeropower_via_newtonschulz5(directions, self.dtype)
 
     def load_state_dict(self, state_dict):
-        """Load this rank's state_dict, or this rank's part of a gathered one."""
+        """Load a state_dict of this rank, or this rank's part of a full one."""
         super().load_state_dict(state_dict)
         for p, owner in self.owner.items():
             if owner != self.rank:
                 self.state.pop(p, None)
 
-    def gathered_state_dict(self):
-        """Return state_dict() with the momenta of all ranks; every rank must call it."""
-        gathered = self.state_dict()
+    def full_state_dict(self):
+        """Return state_dict() with all ranks' momenta. Collective: every rank must call it."""
+        full = self.state_dict()
         for i, p in enumerate(params_of(self)):
             momentum = torch.zeros_like(p)
             if p in self.state:
                 momentum.copy_(self.state[p]["momentum_buffer"])
             if self.world_size > 1:
                 dist.broadcast(momentum, src=self.owner[p])
-            gathered["state"][i] = {"momentum_buffer": momentum}
-        return gathered
+            full["state"][i] = {"momentum_buffer": momentum}
+        return full
+
+    def __getstate__(self):  # for pickle and copy.deepcopy; the base class knows only its own part
+        own = ("rank", "world_size", "dtype", "owner", "loads")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
 
 
 def matrix_cost(p):
-    """Return the multiplications of an iteration on a matrix."""
+    """Return the multiplications of one Newton-Schulz iteration on a matrix."""
     m, n = sorted(p.flatten(1).shape)
     return m * m * (m + 2 * n)
+
+
+def stacks_of(params):
+    """Split params into stacks, the most expensive first.
+
+    Up to four equal matrices of at most 2**18 values form a stack, which shares batched products.
+    This must not depend on the number of ranks, because batching may change the last bits.
+    """
+    stacks = []
+    for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
+        max_size = 4 if p.numel() <= 2**18 else 1
+        if stacks and stacks[-1][0].shape == p.shape and len(stacks[-1]) < max_size:
+            stacks[-1].append(p)
+        else:
+            stacks.append([p])
+    return stacks
 
 
 def params_of(optimizer):
@@ -434,137 +621,240 @@ def params_of(optimizer):
 
 
 # ---- Data: shards of tokens, read as one stream -------------------------------------------------
-HEADER = 256  # int32 values: 20240520, 1, number of tokens, zeros; then uint16 tokens
+HEADER_SIZE = 256  # int32 values: 20240520, 1, number of tokens, zeros; uint16 tokens follow
+
+
+class DataError(UserError):
+    """A shard that cannot be used, perhaps only on the machine of this rank."""
 
 
 def check_shard(path):
-    """Return (number of tokens, what tells this file from others). RunError: no whole shard."""
+    """Return (number of tokens, an identity that changes when the file is replaced or written).
+
+    Raises DataError if path is not a complete shard.
+    """
     if not os.path.isfile(path):  # opening a pipe would hang
-        raise RunError(f"cannot read {path}: it is not a file")
-    header = np.fromfile(path, "<i4", HEADER).tolist()
+        raise DataError(f"{path} is not a file: give shards made by data/fineweb.py or pack.py")
+    header = np.fromfile(path, "<i4", HEADER_SIZE).tolist()
     status = os.stat(path)
-    tokens = (status.st_size - 4 * HEADER) / 2
+    tokens = (status.st_size - 4 * HEADER_SIZE) / 2
     if tokens < 1 or header != [20240520, 1, tokens] + [0] * 253:
-        raise RunError(f"{path} is not a whole shard of tokens: fetch it or pack it again")
+        raise DataError(f"{path} is not a complete shard of tokens: fetch it or pack it again")
     return header[2], (status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+def crc32_of_file(path):
+    """Return the crc32 of a whole file."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 @dataclasses.dataclass
 class DistributedDataLoader:
-    """The batches of a run: consecutive windows of all shards laid end to end, again and again.
-    Rank r takes the r-th equal part of a step; one token more is a target. RunError: bad input."""
+    """Reads batches of consecutive tokens from all shards, laid end to end and repeated.
 
-    pattern: str  # glob of the shards, sorted by name
-    batch_size: int  # sequences a step, of all ranks
-    T: int
+    In each step rank r takes the r-th equal part of the same global batch, so the tokens of a step
+    depend on neither the number of ranks nor the size of micro-batches. Raises DataError if a
+    shard is missing, incomplete or changed, or holds a token that is not in the vocabulary.
+    """
+
+    pattern: str  # glob of the shards, which are sorted by name
+    batch_size: int  # sequences per step, summed over all ranks
+    T: int  # tokens per sequence
     rank: int
     world_size: int
     device: torch.device
     vocab_size: int = 65536
-    position: int = 0  # of the next step in the stream
-    hash_sum: int = 0  # of this rank's sequences so far
+    position: int = 0  # tokens of the stream before the next step
+    hash_sum: int = 0  # over this rank's sequences before position
+    batch_hash: int = 0  # of this rank's sequences in the batch read last
 
     def __post_init__(self):
         self.paths = sorted(glob.glob(self.pattern))
         if not self.paths:
-            raise RunError(f"no data at {self.pattern!r}: run data/fineweb.py or data/pack.py")
+            raise DataError(f"no file matches {self.pattern!r}: run data/fineweb.py or pack.py")
+        for folder in {Path(path).parent for path in self.paths}:
+            if (folder / ".pack").exists():
+                raise DataError(f"{folder} is being packed or incomplete: run data/pack.py again")
         if self.batch_size % self.world_size:
-            raise RunError(f"batch_size={self.batch_size}: give a multiple of {self.world_size}")
-        self.window = self.batch_size * self.T  # tokens a step, of all ranks
+            raise UserError(f"batch_size={self.batch_size} must be a multiple of {self.world_size}")
+        self.tokens_per_step = self.batch_size * self.T
         self.shards = [check_shard(path) for path in self.paths]
-        self.ends = np.cumsum([size for size, _ in self.shards]).tolist()  # in the stream
+        self.ends = np.cumsum([size for size, _ in self.shards]).tolist()  # positions in the stream
         self.total_tokens = self.ends[-1]
-        self.contents = []  # of each shard: its size and a checksum of its first tokens
+        self.contents = []  # of each shard: its size and a crc32 of its first tokens
         for (size, _), end in zip(self.shards, self.ends):
             beginning = self.read(end - size, min(size, 100_000))
             self.contents.append((size, zlib.crc32(beginning)))
         if len(set(self.contents)) < len(self.paths):
-            raise RunError(f"{self.pattern!r} names a shard and a copy of it: remove one")
+            raise DataError(f"{self.pattern!r} matches a shard and a copy of it: remove one")
 
     def read(self, start, count):
-        """Return count tokens, uint16, from start on; after its end the stream begins again."""
+        """Return `count` tokens (uint16) from position `start` of the repeated stream."""
         parts = []
         while count > 0:
             start %= self.total_tokens
             shard = np.searchsorted(self.ends, start, side="right")
             path = self.paths[shard]
-            left = self.ends[shard] - start
             if check_shard(path) != self.shards[shard]:
-                raise RunError(f"{path} changed while in use: restore it and start again")
-            offset = os.path.getsize(path) - 2 * left
-            part = np.fromfile(path, "<u2", min(count, left), offset=offset)
+                raise DataError(f"{path} changed while in use: restore it and start again")
+            tokens_left = self.ends[shard] - start
+            offset = os.path.getsize(path) - 2 * tokens_left
+            part = np.fromfile(path, "<u2", min(count, tokens_left), offset=offset)
             if part.max() >= self.vocab_size:
-                raise RunError(f"{path} holds id {part.max()}, but vocab_size={self.vocab_size}")
+                raise DataError(f"{path} holds id {part.max()}, but vocab_size={self.vocab_size}")
             parts.append(part)
             start += len(part)
             count -= len(part)
         return np.concatenate(parts)
 
-    def next_batch(self):
-        """Return (inputs, targets), each (batch_size // world_size, T) int64 on `device`."""
-        local = self.window // self.world_size
-        first = self.position + self.rank * local
-        tokens = self.read(first, local + 1)
-        for i in range(0, local, self.T):
-            odd = 2 * ((first + i) // self.T) + 1  # the hash knows each sequence's place
-            sequence = tokens[i : i + self.T + 1]
-            self.hash_sum += odd * zlib.crc32(sequence)
-        self.position += self.window
+    def read_batch(self):
+        """Return (inputs, targets) at position: (batch_size // world_size, T), int64, on device.
+
+        The position stays until advance() is called, so a step that fails can be repeated.
+        """
+        local_tokens = self.tokens_per_step // self.world_size
+        first = self.position + self.rank * local_tokens
+        tokens = self.read(first, local_tokens + 1)  # the last one is only a target
+        self.batch_hash = 0
+        for i in range(0, local_tokens, self.T):
+            # An odd weight for each place makes the hash depend on the order of the sequences.
+            position_weight = 2 * ((first + i) // self.T) + 1
+            self.batch_hash += position_weight * zlib.crc32(tokens[i : i + self.T + 1])
         tokens = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
-        targets = tokens[1:].clone()  # evaluate changes them
+        targets = tokens[1:].clone()  # a copy, because evaluate masks some of them
         return tokens[:-1].view(-1, self.T), targets.view(-1, self.T)
 
+    def advance(self):
+        """Move past the batch that read_batch returned."""
+        self.position += self.tokens_per_step
+        self.hash_sum += self.batch_hash
+
+    def next_batch(self):
+        """Return what read_batch returns and move past it."""
+        batch = self.read_batch()
+        self.advance()
+        return batch
+
     def data_hash(self):
-        """Return 12 hex digits for all sequences so far, of all ranks; all ranks must call it."""
+        """Return a hash (12 hex digits) of all tokens so far. Collective: every rank must call it.
+
+        It is the same for any number of ranks.
+        """
         total = sum_over_ranks(torch.tensor(self.hash_sum % 2**48)).item()
         return f"{total % 2**48:012x}"
 
-    def state_dict(self):
-        """Return the place in the stream, for any number of ranks; all ranks must call it."""
+    def fingerprint(self):
+        """Return a checksum of the tokens just before position, and of the next one."""
         start = max(0, self.position - 100_000)
-        latest = zlib.crc32(self.read(start, self.position + 1 - start))  # and the next token
-        return dict(position=self.position, data_hash=self.data_hash(), fingerprint=latest)
+        return zlib.crc32(self.read(start, self.position + 1 - start))
+
+    def state_dict(self):
+        """Return the position, for any number of ranks. Collective: every rank must call it."""
+        data_hash = self.data_hash()
+        return dict(position=self.position, data_hash=data_hash, fingerprint=self.fingerprint())
 
     def load_state_dict(self, state):
-        """Go to a saved place. Raises RunError unless the tokens just before it are the same."""
+        """Move to a saved position. Raises DataError unless the same tokens stand before it."""
         self.position = state["position"]
         self.hash_sum = int(state["data_hash"], 16) if self.rank == 0 else 0
-        if self.state_dict() != state:
-            raise RunError(f"{self.pattern!r} no longer holds the tokens that were trained on")
+        if self.fingerprint() != state["fingerprint"]:
+            raise DataError(f"{self.pattern!r} no longer holds the tokens that were trained on")
 
 
-# ---- Training: the optimizers, one step, one evaluation -----------------------------------------
+# ---- Training: optimizers, one step, one evaluation ---------------------------------------------
+class StopRequested(Exception):
+    """Training must save a checkpoint and end. failure: the reason, if it is not a signal."""
+
+    def __init__(self, failure=""):
+        super().__init__(failure)
+        self.failure = failure
+
+
+class StopRequest:
+    """Remembers a signal until training can stop at a safe point."""
+
+    def __init__(self):
+        self.time = None  # of the first signal
+        self.parent = os.getppid()
+
+    def catch_signals(self):
+        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP, except those ignored so far, as by nohup."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.on_signal)
+
+    def on_signal(self, number, frame):
+        """Note a signal; one that comes more than two seconds later ends the process at once.
+
+        Within two seconds it is the same stop: torchrun passes on what its workers got themselves.
+        """
+        if self.time is None:
+            self.time = time.monotonic()
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                os.write(2, b"saving a checkpoint; another signal after 2 seconds ends at once\n")
+        elif time.monotonic() - self.time > 2:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def check(self):
+        """Raise StopRequested if a signal came. Does nothing on several ranks, see check_ranks."""
+        if self.time is not None and not dist.is_initialized():
+            raise StopRequested
+
+    def check_ranks(self, failure=""):
+        """Raise StopRequested on all ranks if one of them must stop. Collective.
+
+        failure: why this rank cannot go on. It also stops when torchrun, its parent, was killed.
+        """
+        orphaned = dist.is_initialized() and os.getppid() != self.parent
+        must_stop = self.time is not None or orphaned
+        stops, failures = sum_over_ranks(torch.tensor([must_stop, failure != ""]).int()).tolist()
+        if failures:
+            raise StopRequested(", ".join(filter(None, all_gather_objects(failure))))
+        if stops:
+            raise StopRequested
+
+
 def lr_multiplier(step, args):
-    """Return the factor on all learning rates at `step`: 1, in the last steps falling to 0."""
+    """Return the factor on all learning rates: 1, then decaying linearly over warmdown_iters."""
     return min(1.0, (args.num_iterations - step) / max(1, args.warmdown_iters))
 
 
 def build_optimizers(gpt, args, rank, world_size):
-    """Return [AdamW, Muon], and Adagrad for a table. RunError: not every parameter is in one."""
+    """Return [AdamW, Muon], and Adagrad if there is an n-gram table.
+
+    Raises UserError unless every parameter is in exactly one optimizer.
+    """
     matrices = [p for p in gpt.h.parameters() if p.ndim == 2]
-    tables = [gpt.ngrams.weight] if gpt.ngrams else []
+    tables = [gpt.ngrams.weight] if gpt.ngrams is not None else []
     others = [p for p in gpt.parameters() if p not in {*matrices, *tables}]
     adamw = torch.optim.AdamW(others, args.learning_rate, (0.9, 0.95), weight_decay=0, fused=True)
     rate, momentum = args.muon_learning_rate, args.muon_momentum
     muon = Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=gpt.dtype)
     optimizers = [adamw, muon]
     if tables:
-        torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad warns without a choice
         optimizers.append(torch.optim.Adagrad(tables, args.learning_rate))
     if Counter(p for o in optimizers for p in params_of(o)) != Counter(gpt.parameters()):
-        raise RunError("every parameter of the model must be in exactly one optimizer")
+        raise UserError("every parameter of the model must be in exactly one optimizer")
     return optimizers
 
 
 def sum_over_ranks(tensor):
-    """Return the sum of `tensor` over all ranks, in place; one process needs no group for it."""
+    """Sum a tensor over all ranks in place and return it. Collective: every rank must call it."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
 def sync_gradients(model):
-    """Sum all gradients over the ranks in one all_reduce; a sparse one becomes dense."""
+    """Sum all gradients over the ranks in one all-reduce. Collective: every rank must call it.
+
+    Sparse gradients become dense.
+    """
     used = [p for p in model.parameters() if p.grad is not None]
     flat = torch.cat([p.grad.to_dense().flatten() for p in used])
     dist.all_reduce(flat)
@@ -572,27 +862,34 @@ def sync_gradients(model):
         p.grad = total.view_as(p)
 
 
-def micro_batch_size(sequences, most):
-    """Return the largest divisor of `sequences` up to `most`: all micro-batches have one shape."""
-    return next(n for n in range(min(sequences, most), 0, -1) if sequences % n == 0)
+def micro_batch_size(sequences, max_size):
+    """Return the largest divisor of `sequences` up to max_size, so that all have one shape."""
+    return next(n for n in range(min(sequences, max_size), 0, -1) if sequences % n == 0)
 
 
-def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: False):
-    """Do one optimizer step; return (loss, norm of each parameter's gradient), None if stop().
-    inputs, targets: (B, T) int64 of this rank. loss: global mean, NaN if a norm is not finite."""
+def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=lambda: None):
+    """Do one optimizer step. Collective: every rank must call it.
+
+    inputs, targets: (B, T) int64, this rank's part of the batch. check_stop is called before each
+    micro-batch and may raise StopRequested; then nothing has changed. Returns (loss, norms): the
+    mean over all ranks, NaN if a gradient is not finite, and the norm of each parameter's gradient
+    on this rank.
+    """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
     loss = 0.0
-    for x, y in zip(inputs.split(size), targets.split(size)):
-        if stop():
-            model.zero_grad()
-            return None
-        micro_loss = model(x, y) * (size / len(inputs) / world_size)
-        micro_loss.backward()
-        loss += micro_loss.detach()
+    try:
+        for x, y in zip(inputs.split(size), targets.split(size)):
+            check_stop()
+            micro_loss = model(x, y) * (size / len(inputs) / world_size)
+            micro_loss.backward()
+            loss += micro_loss.detach()
+    except StopRequested:
+        model.zero_grad()
+        raise
     gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
     gradients = [g._values() if g.is_sparse else g for g in gradients]
-    norms = torch.stack(torch._foreach_norm(gradients))  # before ranks are mixed
+    norms = torch.stack(torch._foreach_norm(gradients))  # before the all-reduce, to find the rank
     loss, norms_sum = sum_over_ranks(torch.stack([loss, norms.sum()]))
     if world_size > 1:
         sync_gradients(model)
@@ -605,59 +902,101 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: 
 
 
 @torch.no_grad()
-def evaluate(model, val_loader, val_tokens):
-    """Return the mean loss over exactly the first val_tokens tokens, the same for all ranks."""
+def evaluate(model, val_loader, val_tokens, check_stop=lambda: None):
+    """Return the mean loss over exactly the first val_tokens tokens, the same on all ranks.
+
+    Collective: every rank must call it. check_stop is called before each batch.
+    """
     val_loader.position = 0
     sequences = val_tokens // val_loader.T
     total = 0.0
     for first in range(0, sequences, val_loader.batch_size):
+        check_stop()
         inputs, targets = val_loader.next_batch()
-        left = max(0, sequences - first - val_loader.rank * len(inputs))  # sequences that count
-        targets[left:] = -1
+        sequences_left = max(0, sequences - first - val_loader.rank * len(inputs))
+        targets[sequences_left:] = -1  # in the last batch some sequences are too many
         total += model(inputs, targets).double() * (targets != -1).sum()
     return sum_over_ranks(total).item() / val_tokens
 
 
-# ---- Log, log_dir/run_id.txt, and checkpoints, log_dir/run_id/state_step*.pt --------------------
+# ---- Log and checkpoints ------------------------------------------------------------------------
 class Log:
-    """`log(line)`: rank 0 prints and logs the line. RunError: another run's log, or one in use."""
+    """The log, log_dir/run_id.txt, and the folder of checkpoints, log_dir/run_id/.
+
+    `log(line)` prints a line and appends it to the log; only rank 0 does. Raises UserError if the
+    files belong to another run, are in use or cannot be written.
+    """
 
     def __init__(self, args, run_id, rank):
         self.path = Path(args.log_dir, f"{run_id}.txt")
-        self.folder = self.path.with_suffix("")  # of the checkpoints
+        self.folder = Path(args.log_dir, run_id)
         self.num_iterations = args.num_iterations
-        self.seconds = Counter()  # of each phase
-        self.files = []  # names of the checkpoints that the run wrote, oldest first
+        self.seconds = Counter()  # spent in each phase
+        self.checkpoints = []  # names of those that this run wrote and kept, oldest first
         self.val_hash = ""  # of the validation tokens
-        self.outputs = []
+        self.result = ""  # the last line of a finished log
+        self.file = None
+        self.live = False  # whether a progress bar replaces the lines of steps
         if rank == 0:
-            if self.path.exists() and not args.resume:
-                raise RunError(f"{self.path} exists: pass --resume=auto or another --run_id")
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            terminal = sys.stdout or open(os.devnull, "w")
-            self.outputs = [open(self.path, "a", buffering=1), terminal]
-            try:
-                fcntl.flock(self.outputs[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunError(f"another process is writing {self.path}: stop it") from None
-        self.live = tqdm and self.outputs and os.isatty(1) and os.isatty(2)  # a bar, not lines
+            self.open(args)
+
+    def open(self, args):
+        """Open the log and lock it. A log without any training step is started anew."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            fix = "choose another --log_dir or --run_id"
+            raise UserError(f"cannot write {self.path} ({error.strerror}): {fix}") from None
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is writing {self.path}: stop it first") from None
+        lines = self.path.read_text("utf-8").splitlines() if self.path.is_file() else []
+        steps = [line for line in lines if line.startswith("step:")]
+        results = [line for line in lines if line.startswith("result ")]
+        trained = any(not line.startswith("step:0/") for line in steps)
+        if trained and not args.resume:
+            raise UserError(f"{self.path} exists: pass --resume=auto, or another --run_id")
+        if results:
+            self.result = results[-1]
+            finished_steps = int(steps[-1].split("/")[1].split()[0])
+            if args.resume != "auto" or args.num_iterations > finished_steps:
+                raise UserError(
+                    f"{self.path} is finished after {finished_steps} steps: to train longer, pass "
+                    f"--resume=CHECKPOINT with another --run_id"
+                )
+        elif not trained and self.path.is_file():
+            self.file.truncate(0)
+        self.live = tqdm is not None and os.isatty(1) and os.isatty(2)
 
     def __call__(self, line, show=True):
-        write = tqdm.write if self.live else print
-        for output in self.outputs[: 1 + show]:  # show=False: the log alone
-            with contextlib.suppress(OSError):  # a full disk, a closed terminal: training goes on
-                write(line, file=output)
+        """Write a line to the log and, if show, to the terminal. Ranks other than 0 do nothing."""
+        if self.file is None:
+            return
+        outputs = [self.file]
+        if show and sys.stdout is not None:
+            outputs.append(sys.stdout)
+        for output in outputs:
+            with contextlib.suppress(OSError):  # training goes on with a full disk, or no terminal
+                if self.live:
+                    tqdm.write(line, file=output)
+                else:
+                    print(line, file=output)
                 output.flush()
 
     @contextlib.contextmanager
     def timed(self, phase):
-        """Add the seconds of a with block, which must end by reading a result off the device."""
+        """Add the duration of a with block to a phase, unless the block raises.
+
+        The block must end by reading a result from the device.
+        """
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
 
     def progress(self, step, result, more="", show=True):
-        """Log a result after so many steps, with the training time until then."""
+        """Log a result after `step` steps, with the training time so far."""
         ms = 1000 * self.seconds["train"]
         average = ms / max(step, 1)
         times = f"train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
@@ -665,180 +1004,345 @@ class Log:
 
     def header(self, args, gpt, optimizers, train_loader, val_loader):
         """Log what defines a run: source, settings, environment, data, optimizers."""
-        self(Path(__file__).read_text(), show=False)
+        self(SOURCE, show=False)
         for name, value in vars(args).items():
             self(f"hyperparameter {name}={value!r}", show=False)
-        git = f"git -C '{Path(__file__).parent}' describe --always --dirty --abbrev=40 2>/dev/null"
-        self(f"torch:{torch.__version__} commit:{subprocess.getoutput(git)}")
-        cpu = "sed -n 's/^model name.*: //p' /proc/cpuinfo 2>/dev/null | head -n 1"
-        machine = subprocess.getoutput(cpu) or os.uname().machine
-        if train_loader.device.type == "cuda":
-            machine = torch.cuda.get_device_name(train_loader.device)
+        self(f"torch:{torch.__version__} commit:{commit_of(Path(__file__).parent)}")
         ranks = val_loader.world_size
         threads = torch.get_num_threads()
-        self(f"device:{machine} processes:{ranks} threads:{threads} products:{gpt.dtype}")
-        micro = val_loader.batch_size // ranks
+        device = device_name(train_loader.device)
+        self(f"device:{device} processes:{ranks} threads:{threads} products:{gpt.dtype}")
+        micro_batch = val_loader.batch_size // ranks
         tokens = train_loader.total_tokens
-        self(f"train_tokens:{tokens} val_hash:{self.val_hash} micro_batch:{micro}")
+        self(f"train_tokens:{tokens} val_hash:{self.val_hash} micro_batch:{micro_batch}")
         for optimizer in optimizers:
             values = sum(p.numel() for p in params_of(optimizer))
             self(f"{type(optimizer).__name__} parameters:{values}")
+        if args.dtype == "auto" and gpt.dtype == torch.float32:
+            self("dtype=auto takes float32, because this device has no bfloat16 instructions")
 
     def summary(self, args, train_loader, gpt, val_loss):
-        """Log each phase's seconds, compilations, speed, memory, the weights' place, the result."""
+        """Log the time of each phase, speed, memory and the result; save the weights.
+
+        Raises UserError if the result or a weight is not finite, or the weights cannot be saved.
+        """
         self(" ".join(f"{phase}:{seconds:.1f}s" for phase, seconds in self.seconds.items()))
         speed = train_loader.position / self.seconds["train"]
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # KiB on Linux
-        if train_loader.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(train_loader.device) / 2**20
-        graphs = _dynamo.utils.counters["stats"]["unique_graphs"]  # more than 2: recompiled
-        self(f"tokens/s:{speed:.0f} peak_memory:{peak:.0f}MiB graphs:{graphs}")
-        path = self.folder / "model.pt"
+        # More than two compiled graphs, for training and validation, mean recompilation.
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        memory = peak_memory(train_loader.device)
+        self(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
         weights = dict(hyperparameters=vars(args), val_loss=val_loss, model=gpt.state_dict())
-        if self.outputs and write_checkpoint(weights, path, self):
-            self(f"weights: {path}; `bash run.sh sample` lets them write")
+        weights.update(val_hash=self.val_hash, dtype=str(gpt.dtype))
+        check_finite(weights, "the final weights")
+        path = self.folder / "model.pt"
+        if self.file is not None and not write_checkpoint(weights, path, self):
+            raise UserError(f"{path} was not written, so the weights are lost: free some space")
+        self(f"weights: {path}; `bash run.sh sample` generates text with them")
         self(f"result val_loss:{val_loss:.4f} target:{args.target_val_loss}")
 
 
+def commit_of(folder):
+    """Return the git commit of a folder, with -dirty if files differ, or an empty string."""
+    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def device_name(device):
+    """Return the name of the GPU, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    return platform.machine()
+
+
+def peak_memory(device):
+    """Return the largest memory use so far in MiB: of PyTorch on a GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS counts bytes
+
+
+def check_finite(value, name):
+    """Raise UserError if a number or tensor within nested dicts and lists is not finite."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            check_finite(part, f"{name}: {key}")
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            check_finite(part, name)
+    elif isinstance(value, (float, torch.Tensor)) and not torch.as_tensor(value).isfinite().all():
+        raise UserError(f"{name} is not finite: lower the learning rates; nothing was overwritten")
+
+
 def write_checkpoint(state, path, log):
-    """Write a state; its file has its name only when it is whole. Return False after a warning."""
+    """Write a state atomically: to a temporary file, then a rename. Return whether it worked.
+
+    The file ends with its own crc32. If the disk is full, for example, a warning is logged.
+    """
     partial = path.with_name("partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with log.timed("checkpoint"), open(partial, "wb") as file:
             torch.save(state, file)
             file.flush()
-            file.write(zlib.crc32(partial.read_bytes()).to_bytes(4, "little"))
+            file.write(crc32_of_file(partial).to_bytes(4, "little"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
         return True
-    except (OSError, RuntimeError) as error:  # such as a full disk
+    except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         log(f"warning: {path.name} was not written ({error.__context__ or error})")
-        partial.unlink(missing_ok=True)  # a full disk has room again
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)  # frees the space of the partial file
         return False
 
 
-def save_checkpoint(step, gpt, optimizers, train_loader, log, args):
-    """Write what a run needs to go on; keep its newest. All ranks must call it; rank 0 writes."""
+def save_checkpoint(gpt, optimizers, train_loader, log, args):
+    """Save what a run needs to resume, and delete old checkpoints. Collective.
+
+    Only rank 0 writes, and returns whether that worked. All ranks raise UserError if a value is not
+    finite.
+    """
+    step = train_loader.position // train_loader.tokens_per_step
     name = f"state_step{step:010d}.pt"
-    files = list(dict.fromkeys([*log.files, name]))
-    state = dict(step=step, files=files[-args.keep_checkpoints :], model=gpt.state_dict())
-    state.update(hyperparameters=vars(args), train_loader=train_loader.state_dict())
-    state.update(val_hash=log.val_hash, train_seconds=log.seconds["train"])
-    state["optimizers"] = [getattr(o, "gathered_state_dict", o.state_dict)() for o in optimizers]
-    state["optimizer_names"] = [type(optimizer).__name__ for optimizer in optimizers]
-    if log.outputs and write_checkpoint(state, log.folder / name, log):  # rank 0 has outputs
-        log.files = state["files"]
-        for old in files[: -args.keep_checkpoints]:
-            (log.folder / old).unlink(missing_ok=True)
+    checkpoints = [other for other in log.checkpoints if other != name] + [name]
+    kept = checkpoints[-args.keep_checkpoints :]
+    optimizer_states = []
+    for optimizer in optimizers:
+        get_state = getattr(optimizer, "full_state_dict", optimizer.state_dict)
+        optimizer_states.append(get_state())
+    state = dict(
+        step=step,
+        hyperparameters=vars(args),
+        dtype=str(gpt.dtype),
+        val_hash=log.val_hash,
+        train_seconds=log.seconds["train"],
+        files=kept,
+        model=gpt.state_dict(),
+        optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
+        optimizers=optimizer_states,
+        train_loader=train_loader.state_dict(),
+    )
+    check_finite(state, f"the state after step {step}")
+    if log.file is None:
+        return True
+    if not write_checkpoint(state, log.folder / name, log):
+        return False
+    for old in checkpoints[: -args.keep_checkpoints]:
+        (log.folder / old).unlink(missing_ok=True)
+    log.checkpoints = kept
+    return True
 
 
-def load_run_state(state, gpt, optimizers, train_loader, log):
-    """Put back what a checkpoint holds; return its step. RunError: other optimizers or data."""
-    names = [type(optimizer).__name__ for optimizer in optimizers]
-    if names != state.get("optimizer_names"):  # final weights, model.pt, have none
-        raise RunError(f"the checkpoint has {state.get('optimizer_names')}, not {names}")
-    if log.val_hash != state["val_hash"]:
-        raise RunError("val_files or val_tokens are not those of the checkpoint: restore them")
-    gpt.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"]):
-        saved["param_groups"] = optimizer.state_dict()["param_groups"]  # args define them
-        optimizer.load_state_dict(saved)
-    train_loader.load_state_dict(state["train_loader"])
-    log.seconds["train"] = state["train_seconds"]
-    log.files = state["files"]
-    return state["step"]
+def checkpoints_in(folder):
+    """Return the paths of a run's checkpoints, oldest first."""
+    return sorted(folder.glob("state_step*[0-9].pt"))
+
+
+def is_complete(path):
+    """Return whether path is a file that ends with its own crc32."""
+    return path.is_file() and crc32_of_file(path) == 0x2144DF1C  # as for every such file
 
 
 def find_checkpoint(args, log):
-    """Return the state that args.resume asks for; auto: the run's newest whole one; None: start."""
-    paths = sorted(log.folder.glob("state_step*[0-9].pt"))
+    """Return (path, state) of the checkpoint that args.resume asks for, or None to start anew.
+
+    "auto" takes the newest complete one of this run. Raises UserError if there is none to take, or
+    if it is of another run.
+    """
+    paths = checkpoints_in(log.folder)
     if args.resume != "auto":
         if paths and Path(args.resume).parent.resolve() != log.folder.resolve():
-            raise RunError(f"{log.folder} holds checkpoints: pass --resume or another --run_id")
+            raise UserError(f"{log.folder} holds checkpoints: pass --resume, or another --run_id")
         paths = [Path(args.resume)] if args.resume else []
     for path in reversed(paths):
-        if not path.is_file() or zlib.crc32(path.read_bytes()) != 0x2144DF1C:
-            log(f"{path} is not a whole checkpoint")  # it must end with its own crc32
-            continue
-        state = torch.load(path, map_location="cpu", weights_only=True)  # executes nothing
-        for name, value in vars(args).items():
-            if name == "train_files":  # the first of the settings that a resumed run may change
-                return state
-            saved = state["hyperparameters"].get(name)
-            if saved != value and (name != "num_iterations" or saved > value):
-                raise RunError(f"{path} is of a run with {name}={saved}, not {value}")
+        if is_complete(path):
+            with blaming(path):
+                state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
+                check_state(state, path, args, log)
+            return path, state
+        log(f"{path} is not a complete checkpoint")
     if paths:
-        raise RunError("no checkpoint is whole: check --resume, or give another --run_id")
+        raise UserError("no checkpoint is complete: check --resume, or pass another --run_id")
     if (log.folder / "model.pt").exists():
-        raise RunError(f"{log.folder} is of a run that has ended: give another --run_id")
+        raise UserError(f"{log.folder} holds the weights of a finished run: pass another --run_id")
     return None
 
 
-# ---- The run: processes, plan, loop, failures ---------------------------------------------------
+@contextlib.contextmanager
+def blaming(path):
+    """Turn whatever a foreign file makes our code raise into a UserError that names the file."""
+    try:
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"{path} is no checkpoint of this run: {first_line(error)}") from error
+
+
+def check_state(state, path, args, log):
+    """Raise UserError unless a checkpoint's state is that of a run with these settings and data."""
+    for name, value in vars(args).items():
+        if name in CHANGEABLE_ON_RESUME:
+            continue
+        saved = state["hyperparameters"].get(name)
+        may_grow = name == "num_iterations" and isinstance(saved, int) and saved <= value
+        if not may_grow and repr(saved) != repr(value):
+            raise UserError(f"{path} is of a run with {name}={saved}, not {value}")
+    if state["val_hash"] != log.val_hash:
+        raise UserError(f"val_files or val_tokens are not those of {path}: restore them")
+    position = args.batch_size * args.sequence_length * state["step"]
+    if state["train_loader"]["position"] != position:
+        raise UserError(f"{path} is damaged: its step and its position in the data disagree")
+
+
+def load_run_state(path, state, gpt, optimizers, train_loader, log):
+    """Restore what a checkpoint holds. Raises UserError if it is of other optimizers or data."""
+    names = [type(optimizer).__name__ for optimizer in optimizers]
+    with blaming(path):
+        if names != state["optimizer_names"]:
+            raise UserError(f"{path} has the optimizers {state['optimizer_names']}, not {names}")
+        check_finite(state, str(path))
+        gpt.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            load_optimizer(optimizer, saved)
+        train_loader.load_state_dict(state["train_loader"])
+        log.seconds["train"] = float(state["train_seconds"])
+        in_folder = {path.name for path in checkpoints_in(log.folder)}
+        log.checkpoints = [name for name in state["files"] if name in in_folder]
+
+
+def load_optimizer(optimizer, saved):
+    """Load a saved state into an optimizer, which keeps its own learning rates.
+
+    Raises ValueError if a saved tensor has not the shape of its parameter.
+    """
+    params = params_of(optimizer)
+    for i, state in saved["state"].items():
+        for name in ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer"):
+            if name in state and state[name].shape != params[i].shape:
+                raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"]):
+        saved_group["lr"] = group["lr"]
+        saved_group.pop("initial_lr", None)
+    optimizer.load_state_dict(saved)
+
+
+def resume(args, gpt, optimizers, train_loader, log):
+    """Load the checkpoint that args ask for; return its step, or 0. Collective.
+
+    After a return to an older checkpoint the newer ones are renamed, so that "auto" does not
+    take them.
+    """
+    path, state = on_all_ranks(find_checkpoint, args, log) or (None, None)
+    check_ranks_agree({"checkpoints": state and state["step"]}, "let log_dir be a shared folder")
+    if state is None:
+        return 0
+    on_all_ranks(load_run_state, path, state, gpt, optimizers, train_loader, log)
+    if state.get("dtype") != str(gpt.dtype):
+        log(f"{path} was trained with products:{state.get('dtype')}, and goes on with {gpt.dtype}")
+    if args.resume != "auto" and log.file is not None:
+        for newer in checkpoints_in(log.folder):
+            if newer.name > path.name and newer.parent.resolve() == path.parent.resolve():
+                newer.rename(newer.with_name(f"{newer.name}.abandoned"))
+                log(f"renamed {newer} to {newer.name}.abandoned, because {path} is older")
+    return state["step"]
+
+
+def first_line(error):
+    """Return the kind of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+# ---- Processes ----------------------------------------------------------------------------------
 def join_processes(args):
-    """Join torchrun's processes, if there are any; return (rank, world_size, device)."""
-    device, gpu = torch.device("cpu"), None
-    gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
-    if gpus or args.device == "cuda":
-        if gpus and not torch.cuda.is_available():
-            raise RunError("PyTorch cannot use the GPUs: update their driver, or pass --device=cpu")
-        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
-            raise RunError(f"{gpus} GPUs are visible: start as many processes, or --device=cpu")
-        device = gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    """Join torchrun's processes, if there are any; return (rank, world_size, device).
+
+    Raises UserError if the environment or the device cannot work.
+    """
+    if int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "RANK" not in os.environ:
+        raise UserError("SLURM_NTASKS is above 1 without torchrun: use srun torchrun, or unset it")
+    device = choose_device(args)
+    gpu = device if device.type == "cuda" else None
+    if gpu is not None:
         torch.cuda.set_device(gpu)
     if "RANK" in os.environ and not dist.is_initialized():
         timeout = timedelta(seconds=args.comm_timeout)
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nobody there
-            raise RunError(f"cannot join torchrun's processes: {error}".splitlines()[0]) from None
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(restarts, store)  # without what processes before a restart left
-        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nobody answers there
+            reason = first_line(error)
+            raise UserError(f"cannot join the processes of torchrun ({reason})") from None
+        # After a restart by torchrun, the store still holds the keys of the earlier attempts.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(attempt, store)
+        backend = "cpu:gloo,cuda:nccl" if gpu is not None else "gloo"
         dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=gpu)
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size(), device
     return 0, 1, device
 
 
+def choose_device(args):
+    """Return the torch.device of this process. Raises UserError if args.device is not usable."""
+    if args.device == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 0 and args.device == "auto":
+        return torch.device("cpu")
+    if gpus == 0:
+        raise UserError("device=cuda, but PyTorch sees no GPU: pass --device=cpu, or install a GPU")
+    if not torch.cuda.is_available():
+        raise UserError("PyTorch cannot use the GPUs: update their driver, or pass --device=cpu")
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if processes > gpus:
+        raise UserError(
+            f"{processes} processes were started for {gpus} GPUs: start at most {gpus}, or pass "
+            f"--device=cpu"
+        )
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
 def product_dtype(args, device):
-    """Return the dtype of products; a CPU without bf16 instructions is far faster in float32."""
+    """Return the dtype of matrix products: for "auto", bfloat16 if the device has instructions."""
     if args.dtype != "auto":
         return getattr(torch, args.dtype)
-    mkldnn = torch.backends.mkldnn.is_available()
-    fast = device.type == "cuda" or (mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return torch.bfloat16 if fast else torch.float32
+    if device.type == "cuda":
+        # T4 and V100 only emulate bfloat16, slowly.
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_mkldnn = torch.backends.mkldnn.is_available()
+        has_bf16 = has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
-def open_data(args, rank, world_size, device):
-    """Return (train_loader, val_loader). Raises RunError for a plan that cannot work."""
-    rows = args.vocab_size + 12 * args.n_layer * args.n_embd
-    rows += args.ngram_rows if args.ngrams > 1 else 0
-    parameters = args.n_embd * rows
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 12  # with optimizers
-    if parameters > room or args.n_layer > 1000:
-        raise RunError(f"more than 1000 layers, or {parameters} parameters: {room} fit in memory")
-    shared = args.sequence_length, rank, world_size, device, args.vocab_size
-    train_loader = DistributedDataLoader(args.train_files, args.batch_size, *shared)
-    most = (train_loader.total_tokens - 1) // train_loader.window
-    if most < (1 if args.allow_repeat else args.num_iterations):
-        fix = "add data, lower --batch_size (--preset=laptop) or --num_iterations, or allow_repeat"
-        raise RunError(f"{args.train_files!r} holds tokens for {most} steps: {fix}")
-    micro = micro_batch_size(args.batch_size // world_size, args.device_batch_size)
-    val_loader = DistributedDataLoader(args.val_files, micro * world_size, *shared)
-    most = (val_loader.total_tokens - 1) // val_loader.T * val_loader.T
-    if args.val_tokens % val_loader.T or args.val_tokens > most:
-        fix = f"give a multiple of {val_loader.T} up to {most}, which {args.val_files!r} holds"
-        raise RunError(f"val_tokens={args.val_tokens}: {fix}")
-    if set(train_loader.contents) & set(val_loader.contents):
-        raise RunError("train_files and val_files hold the same shard: keep them apart")
-    return train_loader, val_loader
+def configure_backend(args, device):
+    """Set PyTorch's global options for training on this device; no other place does."""
+    from torch._functorch import config as functorch_config  # slow to import
+
+    torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad warns unless this is chosen
+    if device.type == "cuda":
+        return
+    # Measured on CPUs: without the fused attention kernel, short sequences train faster. Despite
+    # their name these two options also act on CPUs; the second keeps the scores in bfloat16.
+    torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    # Recompute some activations in the backward pass, which costs CPUs less than to load them.
+    functorch_config.activation_memory_budget = 0.7
+    # Otherwise threads sum the gradients of equal tokens in any order, and no run repeats its bits.
+    torch.use_deterministic_algorithms(True)
 
 
-def gathered(value):
-    """Return the values of all ranks; all ranks must call it."""
+def all_gather_objects(value):
+    """Return the values of all ranks. Collective: every rank must call it."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -846,22 +1350,101 @@ def gathered(value):
     return values
 
 
-def check_ranks_agree(what, value):
-    """Raise RunError on all ranks unless all hold the same value."""
-    values = gathered(value)
-    if values.count(values[0]) < len(values):
-        raise RunError(f"the ranks differ in their {what}: {values}")
+def on_all_ranks(function, *arguments):
+    """Return function(*arguments). Collective: if it fails on one rank, all raise its UserError.
+
+    The function itself must not contain collectives.
+    """
+    result = None
+    failure = ""
+    try:
+        result = function(*arguments)
+    except UserError as error:
+        failure = str(error)
+    failures = all_gather_objects(failure)
+    for rank, failure in enumerate(failures):
+        if failure:
+            where = "" if all(failures) else f"rank {rank}: "
+            raise UserError(where + failure)
+    return result
+
+
+def check_ranks_agree(facts, advice):
+    """Raise UserError unless all ranks have the same facts, a dict. Collective.
+
+    The error names the first fact that differs, its values, and the advice.
+    """
+    facts_of_ranks = all_gather_objects(facts)
+    for name, value in facts_of_ranks[0].items():
+        for rank, others in enumerate(facts_of_ranks):
+            if others.get(name) != value:
+                values = f"{value} on rank 0, {others.get(name)} on rank {rank}"
+                raise UserError(f"the ranks differ in {name} ({values}): {advice}")
+
+
+def check_ranks_read_the_same(loader, args):
+    """Raise UserError if shards that this run trains on differ between machines. Collective.
+
+    The ranks of one machine share its files, so each reads a part of them.
+    """
+    if loader.world_size == 1:
+        return
+    sizes = [size for size, _ in loader.contents]
+    check_ranks_agree({"the sizes of their shards": sizes}, "give all machines the same data")
+    needed = 1 + np.searchsorted(loader.ends, args.num_iterations * loader.tokens_per_step)
+    local_rank = int(os.environ.get("LOCAL_RANK", loader.rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", loader.world_size))
+    checksums = {}
+    for i, path in list(enumerate(loader.paths))[:needed][local_rank::local_size]:
+        checksums[i] = crc32_of_file(path)
+    seen = {}
+    for rank, others in enumerate(all_gather_objects(checksums)):
+        for i, checksum in others.items():
+            if seen.setdefault(i, checksum) != checksum:
+                path = loader.paths[i]
+                raise UserError(f"{path} differs on the machine of rank {rank}: copy it again")
+
+
+# ---- Main ---------------------------------------------------------------------------------------
+def open_data(args, rank, world_size, device):
+    """Return (train_loader, val_loader). Raises UserError if the run is not possible with them."""
+    rows = args.vocab_size + 12 * args.n_layer * args.n_embd
+    if args.max_ngram > 1:
+        rows += args.ngram_rows
+    params = args.n_embd * rows
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    max_params = memory // 12  # bytes, for float32 weights and two moments
+    if params > max_params:
+        raise UserError(
+            f"the model has {params} parameters, but {max_params} fit in this machine's memory: "
+            f"lower n_embd, n_layer or ngram_rows"
+        )
+    shared = (args.sequence_length, rank, world_size, device, args.vocab_size)
+    train_loader = DistributedDataLoader(args.train_files, args.batch_size, *shared)
+    max_steps = (train_loader.total_tokens - 1) // train_loader.tokens_per_step
+    if max_steps < (1 if args.allow_repeat else args.num_iterations):
+        raise UserError(
+            f"{args.train_files!r} holds tokens for {max_steps} steps: add data, lower "
+            f"--num_iterations or --batch_size (--preset=laptop), or pass --allow_repeat=True"
+        )
+    micro_batch = micro_batch_size(args.batch_size // world_size, args.device_batch_size)
+    val_loader = DistributedDataLoader(args.val_files, micro_batch * world_size, *shared)
+    T = args.sequence_length
+    max_val_tokens = (val_loader.total_tokens - 1) // T * T
+    if args.val_tokens % T or args.val_tokens > max_val_tokens:
+        raise UserError(
+            f"val_tokens={args.val_tokens} must be a multiple of {T} up to {max_val_tokens}, which "
+            f"{args.val_files!r} holds"
+        )
+    if set(train_loader.contents) & set(val_loader.contents):
+        raise UserError("train_files and val_files match the same shard: keep them apart")
+    return train_loader, val_loader
 
 
 def warm_up(gpt, args, val_loader):
-    """Compile by a validation and a training pass; return the seconds of a second training pass."""
+    """Compile the model by a validation and a training pass, then return the seconds of another."""
+    gpt.compile(dynamic=False, fullgraph=args.max_ngram < 2, disable=not args.compile)
     inputs, targets = val_loader.next_batch()
-    if not inputs.is_cuda:  # there, as measured, plain attention of short sequences is faster
-        torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)  # also that of CPUs
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # its scores in bf16
-        functorch_config.activation_memory_budget = 0.7  # some are computed again; GPUs keep all
-        torch.use_deterministic_algorithms(True)  # else threads sum tokens' gradients in any order
-    gpt.compile(dynamic=False, fullgraph=args.ngrams < 2, disable=not args.compile)
     with torch.no_grad():
         gpt(inputs, targets)
     for _ in range(2):
@@ -873,128 +1456,178 @@ def warm_up(gpt, args, val_loader):
     return time.perf_counter() - start
 
 
-def catch_signals():
-    """Return stop(): whether any rank was signalled or lost torchrun; all must ask together."""
-    caught = []
-    parent = os.getppid()
+def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
+    """Log and return the validation loss after `step` steps. Collective.
 
-    def note(number, frame):
-        caught.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        with contextlib.suppress(OSError):  # a closed terminal
-            os.write(2, b"saving before the next micro-batch; the same signal again ends at once\n")
+    Raises UserError if the weights of the ranks differ.
+    """
+    with log.timed("validation"):
+        loss = evaluate(gpt, val_loader, args.val_tokens, check_stop)
+        weights = sum(p.view(torch.int32).sum(dtype=torch.int32).item() for p in gpt.parameters())
+        check_ranks_agree({"their weights": weights}, "resume the last checkpoint")
+        data_hash = train_loader.data_hash()
+    log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash}")
+    return loss
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, note)
 
-    def stop():
-        orphaned = dist.is_initialized() and os.getppid() != parent  # torchrun was killed
-        return sum_over_ranks(torch.tensor(len(caught) + orphaned)).item() > 0
-
-    return stop
+def read_batch_or_stop(train_loader, stop):
+    """Return the next batch of this rank. Collective: if one rank must stop, StopRequested."""
+    batch, failure = None, ""
+    try:
+        batch = train_loader.read_batch()
+    except UserError as error:
+        failure = str(error)
+    stop.check_ranks(failure)
+    return batch
 
 
 def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop):
-    """Train and validate in turn; return the last validation loss, or None when stopped."""
+    """Train and validate in turn; return the last validation loss. Collective.
 
-    def validate(step):
-        with log.timed("validation"):
-            loss = evaluate(gpt, val_loader, args.val_tokens)
-            weights = sum(p.view(torch.int32).sum(dtype=torch.int32) for p in gpt.parameters())
-            check_ranks_agree("weights", weights.item())
-            data_hash = train_loader.data_hash()
-        log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash}")
-        return loss
-
+    Raises StopRequested if a rank must stop; the model is then as after the last complete step,
+    which is the train_loader's. Raises UserError if a loss is not finite.
+    """
     steps = range(first_step, args.num_iterations)
     if log.live:
-        steps = tqdm(steps, unit="tok", unit_scale=train_loader.window)
+        steps = tqdm(
+            steps,
+            initial=first_step,
+            total=args.num_iterations,
+            unit="tok",
+            unit_scale=train_loader.tokens_per_step,
+        )
     smooth_loss = val_loss = math.nan
     for step in steps:
         if args.val_loss_every and step % args.val_loss_every == 0:
-            val_loss = validate(step)
+            val_loss = validate(step, args, log, gpt, train_loader, val_loader, stop.check)
         if args.save_every and step % args.save_every == 0 and step > first_step:
-            save_checkpoint(step, gpt, optimizers, train_loader, log, args)
-        before = copy.copy(train_loader)
+            save_checkpoint(gpt, optimizers, train_loader, log, args)
+        lr_scale = lr_multiplier(step, args)
         with log.timed("train"):
-            inputs, targets = train_loader.next_batch()
-            scale = lr_multiplier(step, args)
-            result = train_step(gpt, optimizers, inputs, targets, scale, args, stop)
-            loss = result and result[0].item()
-        if result is None:
-            save_checkpoint(step, gpt, optimizers, before, log, args)
-            log(f"stopped by a signal after step {step}")
-            return None
+            inputs, targets = read_batch_or_stop(train_loader, stop)
+            loss, norms = train_step(gpt, optimizers, inputs, targets, lr_scale, args, stop.check)
+            loss = loss.item()
+            train_loader.advance()
         log.progress(step + 1, f"train_loss:{loss:.4f}", show=not log.live)
         if not math.isfinite(loss):
-            values = zip(gpt.named_parameters(), result[1].tolist())
-            bad = [name for (name, _), value in values if not math.isfinite(value)]
-            fix = f"lower the learning rates; bad gradients, by rank: {gathered(bad)}"
-            raise RunError(f"train_loss is {loss} at step {step + 1}: {fix}")
+            named_norms = zip(gpt.named_parameters(), norms.tolist())
+            bad = [name for (name, _), norm in named_norms if not math.isfinite(norm)]
+            bad_of_ranks = all_gather_objects(bad)
+            raise UserError(
+                f"train_loss is {loss} at step {step + 1}: lower the learning rates; gradients "
+                f"that are not finite, by rank: {bad_of_ranks}"
+            )
         smooth_loss = loss if step == first_step else 0.9 * smooth_loss + 0.1 * loss
         if log.live:
-            steps.set_postfix(step=step + 1, loss=smooth_loss, lr=f"{scale:.0%}", val=val_loss)
-    val_loss = validate(args.num_iterations)
+            steps.set_postfix(step=step + 1, loss=smooth_loss, lr=f"{lr_scale:.0%}", val=val_loss)
+    val_loss = validate(args.num_iterations, args, log, gpt, train_loader, val_loader, stop.check)
+    if not math.isfinite(val_loss):
+        raise UserError(f"the run diverged: val_loss is {val_loss}. Lower the learning rates")
     if args.save_every:
-        save_checkpoint(args.num_iterations, gpt, optimizers, train_loader, log, args)
+        save_checkpoint(gpt, optimizers, train_loader, log, args)
     return val_loss
 
 
-def main(args, stop=lambda: False):
-    """Train a GPT as args say; return the last validation loss, None if stop() said to save."""
+def save_and_stop(reason, gpt, optimizers, train_loader, log, args):
+    """Save a checkpoint of the last complete step and log why the run stops. Collective.
+
+    Raises UserError if the checkpoint cannot be written, or if the reason is a failure.
+    """
+    step = train_loader.position // train_loader.tokens_per_step
+    if not save_checkpoint(gpt, optimizers, train_loader, log, args):
+        last = log.checkpoints[-1] if log.checkpoints else "step 0"
+        raise UserError(f"stopped after step {step} without saving: all after {last} is lost")
+    if reason.failure:
+        raise UserError(f"stopped after step {step}, which is saved: {reason.failure}")
+    log(f"stopped by a signal after step {step}")
+
+
+def main(args, stop=None):
+    """Train a GPT as args say; return the last validation loss, or None if the run was stopped.
+
+    stop: a StopRequest, asked once per step.
+    """
+    stop = stop or StopRequest()
     rank, world_size, device = join_processes(args)
-    loaders = open_data(args, rank, world_size, device)
-    check_ranks_agree("data", [loader.contents for loader in loaders])
+    configure_backend(args, device)
+    dtype = product_dtype(args, device)
+    source_hash = hashlib.sha256(SOURCE.encode()).hexdigest()[:16]
+    facts = {**vars(args), "source": source_hash, "dtype": dtype, "torch": torch.__version__}
+    check_ranks_agree(facts, "start all ranks alike")
+    train_loader, val_loader = on_all_ranks(open_data, args, rank, world_size, device)
+    val_tokens = val_loader.read(0, args.val_tokens + 1)
+    val_hash = hashlib.sha256(val_tokens).hexdigest()[:16]
+    check_ranks_agree({"val_hash": val_hash}, "give all machines the same val_files")
+    check_ranks_read_the_same(train_loader, args)
+
     torch.manual_seed(args.seed)
-    gpt = GPT(args, product_dtype(args, device)).to(device)
+    gpt = GPT(args, dtype).to(device)
     optimizers = build_optimizers(gpt, args, rank, world_size)
-    default_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-    log = Log(args, gathered(args.run_id or default_id)[0], rank)
-    tokens = loaders[1].read(0, args.val_tokens + 1)
-    log.val_hash = hashlib.sha256(tokens).hexdigest()[:16]
-    state = find_checkpoint(args, log)
-    check_ranks_agree("checkpoints", state and state.get("step"))
-    first_step = load_run_state(state, gpt, optimizers, loaders[0], log) if state else 0
-    log.header(args, gpt, optimizers, *loaders)
+    new_run_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+    run_id = all_gather_objects(args.run_id or new_run_id)[0]
+    log = on_all_ranks(Log, args, run_id, rank)
+    log.val_hash = val_hash
+    result = all_gather_objects(log.result)[0]
+    if result:
+        log(f"{log.path} is finished, nothing is left to do: {result}")
+        return None
+    first_step = resume(args, gpt, optimizers, train_loader, log)
+    log.header(args, gpt, optimizers, train_loader, val_loader)
     if args.resume:
         log(f"resume={args.resume}: going on after step {first_step}")
-    log("warming up, up to a minute; at step 0 the loss is high: tied weights predict the input")
+    log("compiling, up to a minute; the first loss is high, as the tied head repeats its input")
     with log.timed("compile"):
-        seconds = warm_up(gpt, args, loaders[1])
-    seconds *= loaders[0].window / loaders[1].window  # of a step
-    left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
-    log(f"about {seconds:.2g} s a step, {left} in all")
-    val_loss = train(args, log, gpt, optimizers, *loaders, first_step, stop)
-    if val_loss is not None:
-        log.summary(args, loaders[0], gpt, val_loss)
+        seconds = warm_up(gpt, args, val_loader)
+    seconds *= train_loader.tokens_per_step / val_loader.tokens_per_step
+    seconds_left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
+    log(f"about {seconds:.2g} s a step, {seconds_left} in all")
+    val_loss = None
+    try:
+        val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop)
+        log.summary(args, train_loader, gpt, val_loss)
+    except StopRequested as reason:
+        save_and_stop(reason, gpt, optimizers, train_loader, log, args)
     if dist.is_initialized():
         dist.destroy_process_group()
     return val_loss
 
 
-def command(argv):
-    """Do what the command line says; where that fails, say why once for all ranks; exit with 1."""
+def describe_failure(error):
+    """Return (message, alone) of an exception; alone: other ranks may not have raised it."""
+    if isinstance(error, UserError):
+        return str(error), isinstance(error, DataError)
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if out_of_memory or "DefaultCPUAllocator" in str(error):  # PyTorch has no class for a CPU's
+        return "out of memory: pass a --device_batch_size below the micro_batch in the log", True
+    if dist.is_initialized() and isinstance(error, RuntimeError) and "gloo" in str(error):
+        return f"lost another rank; its own message or torchrun's summary says why ({error})", False
+    return "".join(traceback.format_exception(error)).rstrip(), True
+
+
+def cli(argv):
+    """Train as the command line says. If that fails, print why and exit with status 1.
+
+    What all ranks raise alike is printed by the first one only.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal of ASCII
+    stop = StopRequest()
+    stop.catch_signals()
     try:
-        main(parse_args(argv), catch_signals())
+        record(main)(parse_args(argv), stop)  # gives torchrun the message of a failed rank
     except Exception as error:
-        text = "".join(traceback.format_exception(error)).rstrip()
-        if isinstance(error, (RunError, OSError)):
-            text = str(error)
-        elif re.search("MemoryError|out of memory|allocate memory", repr(error)):
-            text = "out of memory: pass a --device_batch_size below the micro_batch in the log"
-        elif dist.is_initialized() and "gloo" in str(error):
-            text = f"another rank was killed or is stuck: see torchrun's summary [{error}]"
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        text, alone = describe_failure(error)
         if dist.is_initialized():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when one rank has failed
-            text = f"rank {dist.get_rank()}: {text}"
-            with contextlib.suppress(RuntimeError):  # the store is gone
-                store = dist.distributed_c10d._get_default_store()
-                first = store.compare_set("failure", "", text).decode() == text
-        if first:
+            first = dist.get_rank() == 0
+            text = f"rank {dist.get_rank()}: {text}" if alone else text
+        else:
+            first = "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
+        if first or alone:
             print(f"train_gpt2.py: {text}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    command(sys.argv[1:])
+    cli(sys.argv[1:])

@@ -26,6 +26,9 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 for folder in "", "data", "records/tools", "tests/bench":
     sys.path.insert(0, str(ROOT / folder))
 
+import train_gpt2  # noqa: E402
+
+STEP = "        lr_scale = lr_multiplier(step, args)\n"  # the line of train() that begins a step
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 TINY = {
@@ -37,8 +40,8 @@ TINY = {
 
 
 @pytest.fixture(autouse=True)
-def settings_of_warm_up():
-    """A test begins with PyTorch's own settings, whatever a warm-up has made of them."""
+def pytorchs_own_settings():
+    """A test begins with PyTorch's own settings, whatever configure_backend has made of them."""
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     torch.use_deterministic_algorithms(False)
@@ -131,7 +134,21 @@ def _script_main(script, arguments, environment, folder):
     runpy.run_path(str(script), run_name="__main__")
 
 
-def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120):
+class StopAfter(train_gpt2.StopRequest):
+    """Stops a run as a signal does, before its step number `steps`, counted from its start."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def check_ranks(self, failure=""):
+        if self.steps == 0:
+            self.time = time.monotonic()
+        self.steps -= 1
+        super().check_ranks(failure)
+
+
+def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120, flags=()):
     """Do what run_script does without torchrun and in seconds less: torch is imported already.
 
     The environment is that of the first such run of all tests, and the ranks'. The store is ours,
@@ -141,7 +158,7 @@ def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}",
              "TORCHELASTIC_USE_AGENT_STORE": "True",
              "WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}"}  # fmt: skip
-    arguments = [f"--{name}={value}" for name, value in settings.items()]
+    arguments = [*flags, *(f"--{name}={value}" for name, value in settings.items())]
     with tempfile.TemporaryDirectory() as folder:
         ranks = [Path(folder, str(rank)) for rank in range(processes)]
         runs = []
@@ -261,9 +278,8 @@ def checkpoints(folder):
 def bits(path):
     """Return what a checkpoint holds, to the bit, but for times, files and what may change."""
     state = torch.load(path, weights_only=True)
-    settings = list(state["hyperparameters"].items())
-    names = [name for name, _ in settings]
-    state["hyperparameters"] = settings[: names.index("train_files")]
+    for name in train_gpt2.CHANGEABLE_ON_RESUME:
+        del state["hyperparameters"][name]
     del state["train_seconds"], state["files"]
     return bits_of(state)
 

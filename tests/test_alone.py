@@ -9,8 +9,10 @@ import subprocess
 import venv
 
 import pytest
+import torch
 from conftest import (
     ROOT,
+    STEP,
     bits,
     both_dtypes,
     checkpoints,
@@ -103,8 +105,7 @@ OTHERS = {
     "SGD": "torch.optim.SGD(matrices, rate, momentum)",
     "Adam": "torch.optim.Adam(matrices, rate)",
 }
-NEXT = "        before = copy.copy(train_loader)\n"
-KILL = NEXT + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
+KILL = STEP + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
 
 
 @both_dtypes
@@ -123,7 +124,7 @@ def test_another_optimizer_is_a_change_of_one_line(name, dtype, tiny, tmp_path):
     assert [row[1] for row in one] == pytest.approx([row[1] for row in two], abs=0.02)
     assert one[-1][1] < one[0][1] - 0.2
     fields |= {"run_id": "part", "resume": "auto"}
-    script = edited_script(tmp_path, (MUON, OTHERS[name]), (NEXT, KILL))
+    script = edited_script(tmp_path, (MUON, OTHERS[name]), (STEP, KILL))
     done = run_forked(fields, 2, script)
     assert done.returncode == -signal.SIGKILL
     done = run_forked(fields, 2, script)
@@ -136,13 +137,44 @@ def test_another_optimizer_is_a_change_of_one_line(name, dtype, tiny, tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_checkpoint_of_another_optimizer_is_refused_and_stays(processes, tiny, tmp_path):
     fields = {**tiny, "save_every": 2, "keep_checkpoints": 1}
-    assert run_forked({**fields, "run_id": "m"}, processes).returncode == 0
+    killed = edited_script(tmp_path, (STEP, KILL))
+    assert run_forked({**fields, "run_id": "m"}, processes, killed).returncode == -signal.SIGKILL
     folder = tmp_path / "logs" / "m"
     before = {path: path.read_bytes() for path in folder.iterdir()}
     script = edited_script(tmp_path, (MUON, OTHERS["SGD"]))
-    for resume in "auto", folder / "state_step0000000006.pt":
+    for resume in "auto", folder / "state_step0000000004.pt":
         done = run_forked({**fields, "run_id": "m", "resume": resume}, processes, script)
         assert done.returncode == 1
-        sentence = r"(rank \d: )?the checkpoint has \['AdamW', 'Muon'\], not \['AdamW', 'SGD'\]"
+        sentence = r".*4\.pt has the optimizers \['AdamW', 'Muon'\], not \['AdamW', 'SGD'\]"
         assert re.search(rf"^train_gpt2\.py: {sentence}\n", done.stderr)
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+COUNTING = '''class CountingSGD(torch.optim.SGD):
+    """Keeps a counter in its groups, as Prodigy and schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] /= group["count"]
+        super().step(closure)
+
+
+def build_optimizers('''
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tiny, tmp_path):
+    """All but the learning rates, which the settings define."""
+    changes = ("def build_optimizers(", COUNTING), (MUON, "CountingSGD(matrices, rate)")
+    fields = {**tiny, "save_every": 2}
+    script = edited_script(tmp_path, *changes)
+    assert run_forked({**fields, "run_id": "whole"}, script=script).returncode == 0
+    killed = edited_script(tmp_path, *changes, (STEP, KILL))
+    fields |= {"run_id": "part", "resume": "auto"}
+    assert run_forked(fields, script=killed).returncode == -signal.SIGKILL
+    done = run_forked(fields, script=killed)
+    assert done.returncode == 0 and "going on after step 4\n" in done.stdout, done.stderr
+    paths = [tmp_path / "logs" / name / "state_step0000000006.pt" for name in ("whole", "part")]
+    group = torch.load(paths[1], weights_only=True)["optimizers"][1]["param_groups"][0]
+    assert group["count"] == 6
+    assert bits(paths[0]) == bits(paths[1])

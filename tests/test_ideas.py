@@ -11,13 +11,12 @@ import pytest
 import runlog
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, bits, both_dtypes, run_forked, validations
+from conftest import ROOT, STEP, bits, both_dtypes, run_forked, validations
 
 PAGE = (ROOT / "records" / "README.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 IDEAS = ["softcap", "value embeddings", "window", "optimizer"]
-NEXT = "        before = copy.copy(train_loader)\n"
-KILL = NEXT + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
+KILL = STEP + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
 
 
 def edited(folder, idea):
@@ -60,8 +59,8 @@ def test_an_idea_trains_and_goes_on_to_the_bit(idea, tiny, tmp_path):
     one, two = (validations(done.stdout) for done in runs)
     assert [row[1] for row in one] == pytest.approx([row[1] for row in two], abs=0.02)
     text = script.read_text()
-    assert text.count(NEXT) == 1
-    script.write_text(text.replace(NEXT, KILL))
+    assert text.count(STEP) == 1
+    script.write_text(text.replace(STEP, KILL))
     fields |= {"run_id": "part", "resume": "auto"}
     assert run_forked(fields, 2, script).returncode == -signal.SIGKILL
     done = run_forked(fields, 2, script)

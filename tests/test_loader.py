@@ -4,6 +4,7 @@ import os
 import shutil
 import zlib
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_gpt2
-from train_gpt2 import DistributedDataLoader, RunError, check_shard
+from train_gpt2 import DistributedDataLoader, UserError, check_shard
 
 IN_ONE_FOLDER = [HealthCheck.function_scoped_fixture]
 CPU = torch.device("cpu")
@@ -218,28 +219,33 @@ def test_a_state_of_other_tokens_is_refused(tmp_path):
     assert restored(later, stream) == 120, "nor what comes later"
     with_one_changed = [np.where(np.arange(200) == i, 999, stream) for i in (0, 77, 120)]
     for parts in [[stream[1:]], np.split(stream, 2)[::-1], *[[part] for part in with_one_changed]]:
-        with pytest.raises(RunError, match="no longer holds the tokens that were trained on"):
+        with pytest.raises(UserError, match="no longer holds the tokens that were trained on"):
             restored(*parts)
     for changes in ({"fingerprint": 0}, {"position": 130}):
-        with pytest.raises(RunError, match="no longer holds"):
+        with pytest.raises(UserError, match="no longer holds"):
             restored(stream, **changes)
 
 
 def compare_shards(rank, world_size, folder, cases):
     errors = []
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    args = SimpleNamespace(num_iterations=2)
     for case in range(cases):
         os.chdir(folder / f"{rank}_{case}")  # the same names, other files: as on two machines
-        loader = DistributedDataLoader("s_*.bin", world_size, 4, rank, world_size, CPU)
+        loader = DistributedDataLoader("s_*.bin", world_size * 12_000, 4, rank, world_size, CPU)
         try:
-            errors.append(train_gpt2.check_ranks_agree("data", loader.contents))
-        except RunError as error:
+            errors.append(train_gpt2.check_ranks_read_the_same(loader, args))
+        except UserError as error:
             errors.append(str(error))
     return errors
 
 
 def test_ranks_that_see_other_shards_stop(tmp_path):
-    usual = [range(9), range(1, 10)]
-    of_rank_2 = [usual, [range(9), range(2, 11)], [range(9), range(1, 9)], [range(9)]]
+    """Also where only the last token of a long shard differs."""
+    usual = [range(9), np.arange(150_000)]
+    other = np.arange(150_000)
+    other[-1] += 1
+    of_rank_2 = [usual, [range(9), other], [range(9), usual[1][:-1]], [range(9)]]
     for case, parts in enumerate(of_rank_2):
         for rank in range(3):
             (tmp_path / f"{rank}_{case}").mkdir()
@@ -248,7 +254,9 @@ def test_ranks_that_see_other_shards_stop(tmp_path):
         compare_shards, 3, tmp_path / "ranks", tmp_path, len(of_rank_2)
     ):
         assert first is None
-        assert all(error.startswith("the ranks differ in their data: [") for error in others)
+        assert others[0].endswith("s_1.bin differs on the machine of rank 2: copy it again")
+        for error in others[1:]:
+            assert error.startswith("the ranks differ in the sizes of their shards (")
 
 
 # -----------------------------------------------------------------------------
@@ -266,7 +274,7 @@ def test_what_the_tools_write_is_what_both_read(tmp_path, parts):
     if not len(stream):
         with pytest.raises(ValueError):
             shards.shard_size(path)
-        with pytest.raises(RunError):
+        with pytest.raises(UserError):
             check_shard(path)
         return
     size, _ = check_shard(path)
@@ -280,7 +288,7 @@ def refused(path):
     """Whether no reader takes a file; train_gpt2.py and data/shards.py must be of one mind."""
     try:
         size, _ = check_shard(path)
-    except RunError as error:
+    except UserError as error:
         assert str(path) in str(error) and "\n" not in str(error)
         with pytest.raises(ValueError, match=path.name):
             shards.shard_size(path)
@@ -317,7 +325,7 @@ def test_a_damaged_shard_is_refused_by_name(tmp_path, damage):
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     assert refused(path)
     with pytest.raises(
-        RunError, match=r"s_0\.bin is not a whole shard of tokens: fetch it or pack"
+        UserError, match=r"s_0\.bin is not a complete shard of tokens: fetch it or pack"
     ):
         DistributedDataLoader(str(tmp_path / "*.bin"), 1, 4, 0, 1, CPU)
 
@@ -351,10 +359,10 @@ def test_ten_thousand_damaged_files_are_each_a_clear_error(tmp_path):
         path.unlink()  # far faster than writing over it
         path.write_bytes(content)
         of_its_form = refused(path)
-        with pytest.raises(RunError) as error:
+        with pytest.raises(UserError) as error:
             DistributedDataLoader(str(path), 1, 13, 0, 1, CPU, vocab_size=64)
         assert str(path) in str(error.value)
-        sentence = "is not a whole shard of tokens" if of_its_form else "but vocab_size=64"
+        sentence = "is not a complete shard of tokens" if of_its_form else "but vocab_size=64"
         assert sentence in str(error.value)
         refusals[of_its_form] += 1
     assert refusals[True] > 5000 and refusals[False] > 1000
@@ -362,7 +370,7 @@ def test_ten_thousand_damaged_files_are_each_a_clear_error(tmp_path):
 
 def test_what_is_no_readable_file_is_refused(tmp_path):
     pattern = str(tmp_path / "*.bin")
-    with pytest.raises(RunError, match=r"no data at .*: run data/fineweb\.py or data/pack\.py"):
+    with pytest.raises(UserError, match=r"no file matches .*: run data/fineweb\.py or pack\.py"):
         DistributedDataLoader(pattern, 1, 4, 0, 1, CPU)
     path = tmp_path / "s_1.bin"
     for make, unmake in (
@@ -371,11 +379,11 @@ def test_what_is_no_readable_file_is_refused(tmp_path):
         (lambda: path.symlink_to("nowhere"), path.unlink),
     ):
         make()
-        with pytest.raises(RunError, match=r"cannot read .*s_1\.bin: it is not a file"):
+        with pytest.raises(UserError, match=r"s_1\.bin is not a file"):
             DistributedDataLoader(pattern, 1, 4, 0, 1, CPU)
         unmake()
     write_shard(path, range(100))
-    with pytest.raises(RunError, match="batch_size=8: give a multiple of 3"):
+    with pytest.raises(UserError, match="batch_size=8 must be a multiple of 3"):
         DistributedDataLoader(pattern, 8, 4, 0, 3, CPU)
 
 
@@ -384,7 +392,7 @@ def test_fault_9_a_shard_and_its_copy_or_link_are_refused(again, tmp_path):
     pattern = fresh_shards(tmp_path, [range(100), range(1, 101), range(99)])
     DistributedDataLoader(pattern, 1, 4, 0, 1, CPU)
     again(tmp_path / "s_1.bin", tmp_path / "s_3.bin")
-    with pytest.raises(RunError, match=r"s_\*\.bin' names a shard and a copy of it: remove one"):
+    with pytest.raises(UserError, match=r"s_\*\.bin' matches a shard and a copy of it: remove one"):
         DistributedDataLoader(pattern, 1, 4, 0, 1, CPU)
 
 
@@ -431,9 +439,9 @@ def test_a_shard_that_changes_in_use_ends_the_run(tmp_path, change):
     loader = open_ranks(pattern, 2, 50, 1)[0]
     seen = [loader.next_batch()[0].numpy().ravel()]
     CHANGES[change](tmp_path / "s_1.bin")
-    sentence = r"s_1\.bin (changed while in use: restore it|is not a whole shard)"
-    sentence += r"|cannot read .*s_1\.bin: it is not a file"
-    with pytest.raises(RunError, match=sentence):
+    sentence = r"s_1\.bin (changed while in use: restore it|is not a complete shard)"
+    sentence += r"|s_1\.bin is not a file"
+    with pytest.raises(UserError, match=sentence):
         while len(seen) < 400:
             seen.append(loader.next_batch()[0].numpy().ravel())
     seen = np.concatenate(seen)
@@ -466,12 +474,12 @@ def test_an_id_beyond_the_vocabulary_never_reaches_the_device(tmp_path):
     late = fresh_shards(tmp_path / "late", np.split(stream, [1000]))
     loader = DistributedDataLoader(late, 1, 1000, 0, 1, CPU, vocab_size=70)
     steps = 0
-    with pytest.raises(RunError, match=r"s_1\.bin holds id 70, but vocab_size=70"):
+    with pytest.raises(UserError, match=r"s_1\.bin holds id 70, but vocab_size=70"):
         while steps < 120:
             assert loader.next_batch()[1].max() < 70
             steps += 1
     assert steps == 114
     early = fresh_shards(tmp_path / "early", np.split(stream[114_000:], [500]))
-    with pytest.raises(RunError, match=r"s_1\.bin holds id 70, but vocab_size=70"):
+    with pytest.raises(UserError, match=r"s_1\.bin holds id 70, but vocab_size=70"):
         DistributedDataLoader(early, 1, 10, 0, 1, CPU, vocab_size=70)
     assert DistributedDataLoader(early, 1, 10, 0, 1, CPU, vocab_size=71).total_tokens == 7000

@@ -70,7 +70,7 @@ def test_activations_have_the_chosen_dtype_and_all_else_is_float32(dtype):
     gpt, args = make_model(dtype)
     seen = []
     for module in gpt.modules():
-        if isinstance(module, (train_gpt2.Linear, train_gpt2.Block, Rotary)):
+        if isinstance(module, (train_gpt2.CastedLinear, train_gpt2.Block, Rotary)):
             module.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     loss = gpt(*make_batch(args))
     loss.backward()
@@ -154,7 +154,7 @@ def test_default_model_has_124_million_parameters():
 def in_chunks_of(monkeypatch, size):
     """Let the head take so many tokens at a time: its own chunks are of a real model's size."""
     split = torch.Tensor.split
-    monkeypatch.setattr(torch.Tensor, "split", lambda tensor, _: split(tensor, size))
+    monkeypatch.setattr(torch.Tensor, "chunk", lambda tensor, _: split(tensor, size))
 
 
 def head_arguments(N, C, V, dtype, weight_dtype=torch.float32):
@@ -167,24 +167,28 @@ def head_arguments(N, C, V, dtype, weight_dtype=torch.float32):
     return x, weight, targets
 
 
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
 def lopsided(x, weight, softcap):
-    """Logits with another soft cap: what a user may put into logits_of."""
+    """Logits with another soft cap: what a user may put into compute_logits."""
     return 2 * torch.sigmoid((F.linear(x, weight).float() + 1) / 2)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("logits_of", [train_gpt2.logits_of, lopsided])
+@pytest.mark.parametrize("compute_logits", [train_gpt2.compute_logits, lopsided])
 @pytest.mark.parametrize("chunk", [1, 9, 50])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_chunks_of_the_head_change_nothing(dtype, chunk, logits_of, softcap, monkeypatch):
+def test_chunks_of_the_head_change_nothing(dtype, chunk, compute_logits, softcap, monkeypatch):
     """Against autograd of the plain formula, whose logits exist all at once."""
-    monkeypatch.setattr(train_gpt2, "logits_of", logits_of)
+    monkeypatch.setattr(train_gpt2, "compute_logits", compute_logits)
     x, weight, targets = head_arguments(50, 8, 64, dtype)
     x_ref, weight_ref = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    logits = logits_of(x_ref, weight_ref.to(dtype), softcap)
+    logits = compute_logits(x_ref, weight_ref.to(dtype), softcap)
     reference = F.cross_entropy(logits, targets, ignore_index=-1)
     in_chunks_of(monkeypatch, chunk)
-    loss = ChunkedCrossEntropy.apply(x, weight, targets, softcap)
+    loss = ChunkedCrossEntropy.apply(x, weight, targets, softcap, True)
     (3 * loss).backward()
     (3 * reference).backward()
     assert loss.dtype == weight.grad.dtype == torch.float32 and x.grad.dtype == dtype
@@ -194,19 +198,19 @@ def test_chunks_of_the_head_change_nothing(dtype, chunk, logits_of, softcap, mon
     torch.testing.assert_close(x.grad, x_ref.grad, **tolerance)
     torch.testing.assert_close(weight.grad, weight_ref.grad, **tolerance)
     with torch.no_grad():
-        assert torch.equal(ChunkedCrossEntropy.apply(x, weight, targets, softcap), loss)
+        assert torch.equal(ChunkedCrossEntropy.apply(x, weight, targets, softcap, False), loss)
 
 
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 def test_the_heads_gradient_is_that_of_finite_differences(cap, monkeypatch):
-    def logits_of(x, weight, softcap):  # in float64, for differences of 1e-6
+    def compute_logits(x, weight, softcap):  # in float64, for differences of 1e-6
         logits = F.linear(x, weight)
         return softcap * torch.tanh(logits / softcap) if softcap else logits
 
-    monkeypatch.setattr(train_gpt2, "logits_of", logits_of)
+    monkeypatch.setattr(train_gpt2, "compute_logits", compute_logits)
     in_chunks_of(monkeypatch, 5)
     x, weight, targets = head_arguments(12, 4, 9, torch.float64, torch.float64)
-    given = x, weight, targets, cap
+    given = x, weight, targets, cap, True
     assert torch.autograd.gradcheck(ChunkedCrossEntropy.apply, given, atol=1e-6)
 
 
@@ -215,7 +219,7 @@ def test_training_and_inference_use_one_function_of_logits(dtype, monkeypatch):
     gpt, args = make_model(dtype)
     inputs, targets = make_batch(args)
     before = gpt(inputs)
-    monkeypatch.setattr(train_gpt2, "logits_of", lopsided)
+    monkeypatch.setattr(train_gpt2, "compute_logits", lopsided)
     logits, loss = gpt(inputs), gpt(inputs, targets)
     torch.testing.assert_close(logits, 2 * torch.sigmoid((before + 1) / 2))
     torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
@@ -227,22 +231,23 @@ def test_training_and_inference_use_one_function_of_logits(dtype, monkeypatch):
     torch.testing.assert_close(ours, gradients(gpt), **tolerance)
 
 
-def test_a_chunk_is_an_eighth_of_the_tokens_or_as_large_as_512_of_gpt2s_vocabulary(monkeypatch):
+def test_chunks_are_equal_and_at_most_eight_or_two_on_a_gpu(monkeypatch):
     sizes = []
 
     def note(x, weight, targets, softcap, count):
         sizes.append(len(x))
         return torch.zeros(())
 
-    monkeypatch.setattr(ChunkedCrossEntropy, "of_chunk", note)
-    for tokens, vocab_size, expected in [
-        (1100, 50304, [512, 512, 76]),
-        (64 * 1024, 50304, [8 * 1024] * 8),
-        (4096, 257, [4096]),
+    monkeypatch.setattr(ChunkedCrossEntropy, "chunk_loss", note)
+    for kind, tokens, vocab_size, expected in [
+        (torch.Tensor, 1100, 50304, [367, 367, 366]),
+        (torch.Tensor, 64 * 1024, 50304, [8 * 1024] * 8),
+        (torch.Tensor, 4096, 257, [4096]),
+        (OnGpu, 65537, 50304, [32769, 32768]),
     ]:
         sizes.clear()
-        x, weight = torch.zeros(tokens, 1), torch.zeros(vocab_size, 1)
-        ChunkedCrossEntropy.apply(x, weight, torch.zeros(tokens, dtype=torch.long), 0.0)
+        x, weight = torch.zeros(tokens, 1).as_subclass(kind), torch.zeros(vocab_size, 1)
+        ChunkedCrossEntropy.apply(x, weight, torch.zeros(tokens, dtype=torch.long), 0.0, False)
         assert sizes == expected
 
 
@@ -371,6 +376,7 @@ def test_a_compiled_backward_gives_the_same_bits_on_several_threads():
     torch.set_num_threads(4)
     torch._dynamo.reset()
     try:
+        train_gpt2.configure_backend(args, torch.device("cpu"))
         train_gpt2.warm_up(gpt, args, SimpleNamespace(next_batch=lambda: (inputs, targets)))
         results = []
         for _ in range(8):

@@ -13,7 +13,7 @@ from plain import PlainMuon, plain_newton_schulz
 from torch import nn
 
 import train_gpt2
-from train_gpt2 import GPT, Hyperparameters, Muon, zeropower_via_newtonschulz5
+from train_gpt2 import GPT, Hyperparameters, Muon, StopRequest, zeropower_via_newtonschulz5
 
 # six of one shape; a parameter of four dimensions is a matrix too
 SHAPES = [(16, 16), (64, 16), (16, 64), (8, 8), (4, 24), (3, 1), (1, 5), (6, 2, 3, 1)]
@@ -122,7 +122,7 @@ def test_hard_spectra_are_no_worse_than_with_the_plain_iteration(shape, dtype):
 
 def test_only_matrices_are_taken():
     for shape in [(), (5,), (2, 2, 5, 5)]:
-        with pytest.raises(ValueError, match="must be a matrix or a batch"):
+        with pytest.raises(ValueError, match="must be a matrix or a stack"):
             zeropower_via_newtonschulz5(torch.zeros(shape))
     for shape in [(), (5,)]:
         with pytest.raises(ValueError, match="takes matrices, not a parameter of shape"):
@@ -177,7 +177,7 @@ def three_steps(rank, world_size, dtype, skip=()):
         train_gpt2.zeropower_via_newtonschulz5 = original
     momenta = [i for i, p in enumerate(params) if "momentum_buffer" in muon.state.get(p, {})]
     owned = [i for i, p in enumerate(params) if muon.owner[p] == rank and i not in skip]
-    gathered = muon.gathered_state_dict()["state"]
+    gathered = muon.full_state_dict()["state"]
     return SimpleNamespace(
         values=flat(params),
         gathered=torch.cat([gathered[i]["momentum_buffer"].flatten() for i in range(len(params))]),
@@ -472,7 +472,7 @@ def two_halves(rank, world_size, saved=None):
         muon.step()
     owned = {p for p, owner in muon.owner.items() if owner == rank}
     assert set(muon.state) <= owned, "momentum is only on its owner"
-    return [p.detach().clone() for p in params], muon.gathered_state_dict()
+    return [p.detach().clone() for p in params], muon.full_state_dict()
 
 
 def test_state_continues_at_any_world_size(tmp_path):
@@ -531,8 +531,8 @@ def validate_at_the_end(rank, world_size, folder, spoiled):
     loader = Tokens(rank)
     first_step = args.num_iterations  # none is left
     try:
-        train_gpt2.train(args, log, gpt, [], loader, loader, first_step, lambda: False)
-    except train_gpt2.RunError as error:
+        train_gpt2.train(args, log, gpt, [], loader, loader, first_step, StopRequest())
+    except train_gpt2.UserError as error:
         return str(error)
 
 
@@ -541,7 +541,7 @@ def test_one_weight_of_one_rank_is_noticed(spoiled, tmp_path):
     arguments = str(tmp_path), spoiled
     for error in run_ranks(validate_at_the_end, 3, tmp_path / "ranks", *arguments):
         if spoiled:
-            assert error.startswith("the ranks differ in their weights: [")
+            assert error.startswith("the ranks differ in their weights (")
         else:
             assert error is None
 

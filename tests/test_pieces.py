@@ -6,17 +6,17 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, bits, both_dtypes, run_forked, validations
-from test_ideas import KILL, NEXT
+from conftest import ROOT, STEP, TINY, bits, both_dtypes, run_forked, validations
+from test_ideas import KILL
 
 from train_gpt2 import GPT, Hyperparameters, Muon, NgramTable, build_optimizers, norm
 
-PIECES = {"ngrams": 4, "ngram_rows": 101, "key_offset": 1, "logit_softcap": 3.0}
+PIECES = {"max_ngram": 4, "ngram_rows": 101, "key_shift": 1, "logit_softcap": 3.0}
 
 
 def make_table(longest=4, rows=101, channels=8):
     torch.manual_seed(0)
-    table = NgramTable(Hyperparameters(ngrams=longest, ngram_rows=rows, n_embd=12))
+    table = NgramTable(Hyperparameters(max_ngram=longest, ngram_rows=rows, n_embd=12))
     table.weight = torch.nn.Parameter(torch.randn(rows, channels))
     return table
 
@@ -100,13 +100,13 @@ def test_a_step_changes_the_rows_that_it_used_alone():
 
 # ---- the key offset ------------------------------------------------------------------------------
 def test_a_key_meets_the_value_after_it():
-    gpt, _ = make_model(key_offset=2)
+    gpt, _ = make_model(key_shift=2)
     attn = gpt.h[0].attn
     x = torch.randn(3, 16, 16)
-    q = attn.rotary(norm(attn.heads(attn.c_q(x))))
-    k = norm(attn.heads(attn.c_k(x)))
+    q = attn.rotary(norm(attn.split_heads(attn.c_q(x))))
+    k = norm(attn.split_heads(attn.c_k(x)))
     k = torch.cat([torch.zeros_like(k[:, :, :2]), k[:, :, :-2]], dim=2)
-    v = attn.heads(attn.c_v(x))
+    v = attn.split_heads(attn.c_v(x))
     scores = q @ attn.rotary(k).mT / q.size(-1) ** 0.5
     scores = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)
     expected = attn.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
@@ -118,7 +118,7 @@ def test_logits_stay_below_the_cap_and_small_ones_stay():
     gpt, _ = make_model(logit_softcap=3.0)
     inputs = torch.randint(64, (2, 16))
     capped = gpt(inputs)
-    gpt.softcap = 0.0
+    gpt.logit_softcap = 0.0
     logits = gpt(inputs)
     assert logits.abs().max() > 3 > capped.abs().max()
     torch.testing.assert_close(capped, 3 * torch.tanh(logits / 3))
@@ -155,7 +155,7 @@ def test_the_gradient_is_that_of_the_logits(dtype):
 
 def test_at_0_the_model_and_its_optimizers_are_record_7s():
     args = Hyperparameters()
-    assert (args.ngrams, args.key_offset, args.logit_softcap) == (0, 0, 0)
+    assert (args.max_ngram, args.key_shift, args.logit_softcap) == (0, 0, 0)
     tiny = Hyperparameters(**TINY)
     with torch.device("meta"):
         gpt = GPT(args)
@@ -167,7 +167,7 @@ def test_at_0_the_model_and_its_optimizers_are_record_7s():
 
 
 @pytest.mark.parametrize(
-    "value, least", [("ngrams=-1", 0), ("key_offset=-1", 0), ("ngram_rows=0", 1)]
+    "value, least", [("max_ngram=-1", 0), ("key_shift=-1", 0), ("ngram_rows=0", 1)]
 )
 def test_a_size_that_no_table_has_is_refused(value, least):
     name, number = value.split("=")
@@ -190,7 +190,7 @@ def test_any_number_of_processes_trains_alike_and_goes_on_to_the_bit(dtype, tiny
         assert [row[2] for row in other] == [row[2] for row in alone]  # data_hash
         assert [row[1] for row in other] == pytest.approx([row[1] for row in alone], abs=0.01)
     script = tmp_path / "killed.py"
-    script.write_text((ROOT / "train_gpt2.py").read_text().replace(NEXT, KILL))
+    script.write_text((ROOT / "train_gpt2.py").read_text().replace(STEP, KILL))
     for n in (1, 2):
         part = {**fields, "run_id": f"part{n}", "resume": "auto"}
         assert run_forked(part, n, script).returncode == -signal.SIGKILL

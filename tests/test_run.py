@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import (
     ROOT,
+    STEP,
     TINY,
     both_dtypes,
     edited_script,
@@ -31,7 +31,7 @@ from train_gpt2 import (
     PRESETS,
     DistributedDataLoader,
     Hyperparameters,
-    RunError,
+    UserError,
     build_optimizers,
     evaluate,
     lr_multiplier,
@@ -81,20 +81,18 @@ def test_any_field_can_be_given_on_the_command_line():
 
 def test_presets_are_settings_that_others_override(capsys):
     assert parse_args(["--preset=record7"]) == parse_args([]) == Hyperparameters()
-    for name, text in PRESETS.items():
-        args = parse_args([f"--preset={name}"])
-        for setting, value in re.findall(r"--(\w+)=(\S+)", text):
-            assert str(getattr(args, setting)) == str(type(getattr(args, setting))(value))
+    for name, (_, overrides) in PRESETS.items():
+        assert parse_args([f"--preset={name}"]) == Hyperparameters(**overrides)
         assert parse_args(["--n_layer=3", f"--preset={name}"]).n_layer == 3
         assert parse_args([f"--preset={name}", "--n_layer=3"]).n_layer == 3
     assert parse_args(["--preset=laptop", "--preset=cpu"]) == parse_args(["--preset", "cpu"])
-    with pytest.raises(RunError, match="--preset: invalid choice: 'gpu'"):
+    with pytest.raises(UserError, match="--preset: invalid choice: 'gpu'"):
         parse_args(["--preset=gpu"])
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
-    for text in PRESETS.values():
-        assert text.split(" --")[0] in shown
+    for name, (text, _) in PRESETS.items():
+        assert f"{name} {text}" in shown
 
 
 def test_the_preset_cpu_is_the_cpu_record():
@@ -111,7 +109,7 @@ def test_the_preset_cpu_is_the_cpu_record():
 @pytest.mark.parametrize(
     "argument, sentence",
     [
-        ("--batchsize=8", "unrecognized arguments: --batchsize=8; --help lists all settings"),
+        ("--batchsize=8", "unrecognized arguments: --batchsize=8. --help lists all settings"),
         ("--batch_siz=8", "unrecognized arguments: --batch_siz=8"),  # no abbreviations
         ("batch_size=8", "unrecognized arguments: batch_size=8"),
         ("--batch_size", "--batch_size: expected one argument"),
@@ -124,49 +122,92 @@ def test_the_preset_cpu_is_the_cpu_record():
         ("--learning_rate=-1", "learning_rate=-1.0 must be a number from 0 to"),
         ("--learning_rate=nan", "learning_rate=nan must be a number"),
         ("--learning_rate=inf", "learning_rate=inf must be a number"),
+        ("--muon_momentum=5", "muon_momentum=5.0 must be a number from 0 to 0.9999"),
+        ("--muon_momentum=2e9", "muon_momentum=2000000000.0 must be a number from 0 to 0.9999"),
+        ("--logit_softcap=2e9", "logit_softcap=2000000000.0 must be 0 or from 1 to 1000"),
+        ("--logit_softcap=1e-40", "logit_softcap=1e-40 must be 0 or from 1 to 1000"),
+        ("--max_ngram=1000000", "max_ngram=1000000 must be a number from 0 to 32"),
+        ("--key_shift=1024", "key_shift=1024 must be less than sequence_length"),
+        ("--n_layer=1000000", "n_layer=1000000 must be a number from 1 to 1000"),
         ("--n_head=5", "n_embd=768 must be a multiple of 2 * n_head=5"),
         ("--n_head=256", "n_embd=768 must be a multiple of 2 * n_head=256"),
         ("--device=tpu", "--device: invalid choice: 'tpu'"),
         ("--dtype=float16", "--dtype: invalid choice: 'float16'"),
-        ("--run_id=../other", "run_id='../other' must be a file's name"),
-        ("--run_id=..", "run_id='..' must be a file's name"),
-        ("--run_id=a/b", "run_id='a/b' must be a file's name"),
+        ("--run_id=../other", "run_id='../other' must be a file name"),
+        ("--run_id=..", "run_id='..' must be a file name"),
+        ("--run_id=a/b", "run_id='a/b' must be a file name"),
         ("--run_id", "--run_id: expected one argument"),
         ("--resume", "--resume: expected one argument"),
         ("--log_dir", "--log_dir: expected one argument"),
         ("--num_iterations=1e39", "--num_iterations: invalid int value: '1e39'"),
         (f"--n_layer={10**23}", f"n_layer={10**23} must be a number from 1 to"),
-        ("--resume=auto", "--resume=auto needs the --run_id"),
+        ("--resume=auto", "--resume=auto also needs --run_id"),
     ],
 )
 def test_fault_10_impossible_settings_are_refused(argument, sentence):
-    with pytest.raises(RunError, match=re.escape(sentence)):
+    with pytest.raises(UserError, match=re.escape(sentence)):
         parse_args([argument])
 
 
-def test_help_lists_every_field(capsys):
-    with pytest.raises(SystemExit) as exit:
+def test_help_lists_every_setting_with_its_default(capsys):
+    with pytest.raises(SystemExit) as done:
         parse_args(["--help"])
-    text = capsys.readouterr().out
-    assert exit.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert done.value.code == 0 and len(lines) <= 90 and max(map(len, lines)) <= 100
+    words = " ".join(" ".join(lines).split())
     for field in dataclasses.fields(Hyperparameters):
-        assert re.search(
-            rf"--{field.name} .*?\(default:\s+{re.escape(repr(field.default))}\)", text, re.S
-        )
+        default = str(field.default) or "''"
+        assert f"--{field.name} {default} {field.metadata['help']}" in words
+
+
+AFTER_SETTINGS = "    def __post_init__(self):\n        for field in"
+
+
+def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
+    """Without a comment or help it is read, listed, logged, saved and compared on resume."""
+    script = edited_script(
+        tmp_path, (AFTER_SETTINGS, "    my_knob: float = 1.0\n\n" + AFTER_SETTINGS)
+    )
+    fields = {**tiny, "run_id": "knob", "my_knob": 2.5, "save_every": 3}
+    done = run_forked(fields, script=script)
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "logs" / "knob.txt").read_text()
+    assert "\nhyperparameter my_knob=2.5\n" in log
+    path = tmp_path / "logs" / "knob" / "state_step0000000003.pt"
+    assert torch.load(path, weights_only=True)["hyperparameters"]["my_knob"] == 2.5
+    done = run_forked({**tiny, "resume": path, "run_id": "other"}, script=script)
+    assert done.returncode == 1 and "is of a run with my_knob=2.5, not 1.0" in done.stderr
+    help = run_forked({}, script=script, flags=["--help"])
+    assert help.returncode == 0 and "--my_knob 1.0" in help.stdout
+    assert "unrecognized arguments" in run_forked({"my_knob": 1}).stderr
+
+
+def test_a_percent_sign_in_a_help_text_does_not_break_help(capsys, monkeypatch):
+    field = Hyperparameters.__dataclass_fields__["n_layer"]
+    monkeypatch.setattr(field, "metadata", {"help": "100% of blocks"})
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    assert "100% of blocks" in capsys.readouterr().out
 
 
 REFUSALS = {
-    "val_tokens": ({"val_tokens": 100}, "val_tokens=100: give a multiple of 16 up to 384"),
-    "too few val tokens": ({"val_tokens": 400}, "val_tokens=400: give a multiple of 16 up to 384"),
+    "val_tokens": ({"val_tokens": 100}, "val_tokens=100 must be a multiple of 16 up to 384"),
+    "too few val tokens": (
+        {"val_tokens": 400},
+        "val_tokens=400 must be a multiple of 16 up to 384",
+    ),
     "too few train tokens": ({"num_iterations": 16}, "holds tokens for 15 steps: add"),
     "a step beyond the data": (
         {"sequence_length": 10**9, "allow_repeat": True},
-        "holds tokens for 0 steps: add data, lower --batch_size (--preset=laptop) or",
+        "holds tokens for 0 steps: add data, lower --num_iterations or --batch_size",
     ),
-    "a model beyond the memory": ({"n_layer": 2**31 - 1}, " fit in memory"),
-    "a log_dir that cannot be": ({"log_dir": "/dev/null/logs"}, "Not a directory: '/dev/null/logs"),
-    "missing data": ({"train_files": "nowhere/*.bin"}, "run data/fineweb.py or data/pack.py"),
-    "same shards": ({"val_files": "TRAIN"}, "train_files and val_files hold the same shard"),
+    "a model beyond the memory": ({"n_embd": 2**20}, " fit in this machine's memory"),
+    "a log_dir that cannot be": (
+        {"log_dir": "/dev/null/logs"},
+        "(Not a directory): choose another --log_dir",
+    ),
+    "missing data": ({"train_files": "nowhere/*.bin"}, "run data/fineweb.py or pack.py"),
+    "same shards": ({"val_files": "TRAIN"}, "train_files and val_files match the same shard"),
     "ids beyond the vocabulary": ({"vocab_size": 32}, "but vocab_size=32"),
 }
 
@@ -176,41 +217,41 @@ def test_fault_9_an_impossible_plan_is_refused_before_it_starts(case, tiny):
     changes, sentence = REFUSALS[case]
     if case == "same shards":
         changes = {"val_files": tiny["train_files"]}
-    with pytest.raises((RunError, OSError), match=re.escape(sentence)):
+    with pytest.raises((UserError, OSError), match=re.escape(sentence)):
         main(Hyperparameters(**{**tiny, **changes}))
     assert not os.path.exists(tiny["log_dir"])
 
 
 def test_fault_10_a_rank_without_a_launcher_is_refused(tiny, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RunError, match=r"torchrun.*WORLD_SIZE"):
+    with pytest.raises(UserError, match=r"torchrun.*WORLD_SIZE"):
         main(Hyperparameters(**tiny))
 
 
 def test_a_refusal_is_one_sentence_and_a_failure(tiny, tmp_path):
     done = run_forked({**tiny, "val_tokens": 100})
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("train_gpt2.py: val_tokens=100: give a multiple of 16")
+    assert done.stderr.startswith("train_gpt2.py: val_tokens=100 must be a multiple of 16")
     assert done.stderr.count("\n") == 1
     (tmp_path / "file").touch()
     done = run_forked({**tiny, "log_dir": tmp_path / "file"})
     assert done.returncode == 1 and done.stdout == ""
-    assert re.fullmatch(r"train_gpt2.py: \[Errno \d+\] .*/file'\n", done.stderr)
+    assert re.fullmatch(
+        r"train_gpt2.py: cannot write .*/file/.*\.txt \(.*\): choose another .*\n", done.stderr
+    )
 
 
 def test_a_refusal_of_several_ranks_is_said_once(tiny):
     done = run_forked({**tiny, "batch_size": 13}, processes=2)
     assert done.returncode == 1 and done.stdout == ""
-    assert re.fullmatch(
-        r"train_gpt2.py: rank [01]: batch_size=13: give a multiple of 2\n", done.stderr
-    )
+    assert re.fullmatch(r"train_gpt2.py: batch_size=13 must be a multiple of 2\n", done.stderr)
 
 
 def test_a_refusal_under_torchrun_is_said_once(tiny):
     done = finish(start({**tiny, "val_tokens": 100}, processes=2))
     assert done.returncode == 1
-    assert done.stderr.count("val_tokens=100: give a multiple of 16") == 1
-    assert len(re.findall(r"^train_gpt2.py: rank [01]: val_tokens", done.stderr, re.M)) == 1
+    assert len(re.findall(r"^train_gpt2.py: val_tokens=100 must", done.stderr, re.M)) == 1
+    assert "UserError" in done.stderr.split("Root Cause")[1], "torchrun's summary says why, too"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -220,7 +261,9 @@ def test_more_processes_than_gpus_are_refused(processes, tiny, tmp_path):
     script = edited_script(tmp_path, count, ("torch.cuda.is_available()", "True"))
     done = run_forked({**tiny, "device": "cuda"}, processes, script)
     assert done.returncode == 1 and done.stdout == ""
-    sentence = rf"train_gpt2.py: {processes - 1} GPUs are visible.* --device=cpu\n"
+    sentence = rf"train_gpt2.py: {processes} processes were started for {processes - 1} GPUs: .*\n"
+    if processes == 1:
+        sentence = r"train_gpt2.py: device=cuda, but PyTorch sees no GPU: pass --device=cpu.*\n"
     assert re.fullmatch(sentence, done.stderr)
 
 
@@ -263,7 +306,7 @@ def test_a_log_is_never_overwritten(tiny):
     main(args)
     path = Path(tiny["log_dir"], "mine.txt")
     before = path.read_bytes()
-    with pytest.raises(RunError, match=r"mine\.txt exists: pass .*--run_id"):
+    with pytest.raises(UserError, match=r"mine\.txt exists: pass .*--run_id"):
         main(args)
     assert path.read_bytes() == before
 
@@ -373,29 +416,44 @@ def test_gradients_are_synchronized_once_a_step(tiny, tmp_path):
                 assert close(g, alone[name], dtype), name
 
 
-class OnGpu(torch.Tensor):
-    is_cuda = True
-
-
 @pytest.mark.parametrize("length, fused", [(512, False), (513, True)])
-def test_warm_up_takes_plain_attention_for_short_sequences_on_a_cpu(length, fused, tiny):
-    gpt, _, args = tiny_model(tiny, sequence_length=length)
-    inputs = torch.zeros(1, length, dtype=torch.int64)
-    warm_up(gpt, args, SimpleNamespace(next_batch=lambda: (inputs, inputs)))
+def test_a_cpu_takes_plain_attention_for_short_sequences(length, fused):
+    args = Hyperparameters(sequence_length=length)
+    train_gpt2.configure_backend(args, torch.device("cpu"))
     assert torch.backends.cuda.flash_sdp_enabled() == fused
     assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    assert train_gpt2.functorch_config.activation_memory_budget == 0.7
+    assert torch._functorch.config.activation_memory_budget == 0.7
     assert torch.are_deterministic_algorithms_enabled()
 
 
-def test_warm_up_leaves_a_gpu_pytorchs_own_settings(tiny):
-    gpt, _, args = tiny_model(tiny)
-    inputs = torch.zeros(1, 16, dtype=torch.int64).as_subclass(OnGpu)
-    warm_up(gpt, args, SimpleNamespace(next_batch=lambda: (inputs, inputs)))
+def test_a_gpu_keeps_pytorchs_own_settings():
+    train_gpt2.configure_backend(Hyperparameters(), torch.device("cuda"))
     assert torch.backends.cuda.flash_sdp_enabled()
     assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    assert train_gpt2.functorch_config.activation_memory_budget == 1.0
+    assert torch._functorch.config.activation_memory_budget == 1.0
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_gpu_that_only_emulates_bfloat16_trains_in_float32(has_bf16, monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or has_bf16,
+    )
+    expected = torch.bfloat16 if has_bf16 else torch.float32
+    assert train_gpt2.product_dtype(Hyperparameters(), torch.device("cuda")) == expected
+
+
+def test_plain_srun_is_refused(tiny, monkeypatch):
+    """It starts every task alone, so each would train the whole run."""
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(
+        UserError, match="SLURM_NTASKS is above 1 without torchrun: use srun torchr"
+    ):
+        main(Hyperparameters(**tiny))
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    main(Hyperparameters(**{**tiny, "num_iterations": 1}))
 
 
 def test_warm_up_leaves_no_trace(tiny):
@@ -429,7 +487,7 @@ def test_every_parameter_must_have_one_optimizer(tiny):
     build_optimizers(gpt, args, 0, 1)
     gpt, _, args = tiny_model(tiny)
     gpt.h.parameters = lambda: [*gpt.h[0].parameters(), gpt.lm_head.weight.detach()]
-    with pytest.raises(RunError, match="exactly one optimizer"):
+    with pytest.raises(UserError, match="exactly one optimizer"):
         build_optimizers(gpt, args, 0, 1)
 
 
@@ -470,7 +528,7 @@ def test_log_grammar_and_result(dtype, tiny, tmp_path, capsys):
     val_hash = hashlib.sha256(tokens).hexdigest()[:16]
     assert lines[2] == f"train_tokens:3000 val_hash:{val_hash} micro_batch:2"
     assert lines[3:5] == ["AdamW parameters:1024", "Muon parameters:6144"]
-    assert lines[5].startswith("warming up, up to a minute; at step 0 the loss is high: tied ")
+    assert lines[5].startswith("compiling, up to a minute; the first loss is high, as the tied ")
     assert re.fullmatch(r"about \S+ s a step, \d:\d\d:\d\d in all", lines[6])
     steps = [re.fullmatch(TRAIN_LINE, line) for line in lines[7:-4] if " train_loss:" in line]
     assert [int(step[1]) for step in steps] == [1, 2, 3, 4, 5, 6]
@@ -569,9 +627,8 @@ def test_a_compiled_run_makes_two_graphs_and_never_again(tiny, tmp_path):
     fields = {**tiny, "compile": True, "dtype": "float32"}
     compile = "gpt.compile(dynamic=False"
     fast = compile, compile.replace("dynamic", 'backend="eager", dynamic')
-    next_step = "        before = copy.copy(train_loader)\n"
     tokens = "torch.zeros(1, 7, dtype=torch.int64)"
-    other_shape = next_step, f"{next_step}        gpt({tokens}, {tokens})\n"
+    other_shape = STEP, f"{STEP}        gpt({tokens}, {tokens})\n"
     for processes, changes, graphs in (1, [], 2), (2, [fast, other_shape], 3):
         done = run_forked(fields, processes, edited_script(tmp_path, *changes))
         assert done.returncode == 0, done.stderr

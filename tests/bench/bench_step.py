@@ -91,7 +91,7 @@ def prepare_plain(run, gpt, args, dtype):
     """Return (model, warm_up, step) of tests/plain.py, with the weights of gpt."""
     import plain
 
-    if args.ngrams or args.key_offset or args.logit_softcap:
+    if args.max_ngram or args.key_shift or args.logit_softcap:
         raise ValueError("the plain model has no n-grams and no key offset: set both to 0")
     model = plain.PlainGPT(args).to(gpt.lm_head.weight.device)
     model.load_state_dict(gpt.state_dict())

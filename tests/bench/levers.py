@@ -165,7 +165,7 @@ def float32_residual(train_gpt2, run):
     embedding = "(self.wte(inputs) + ngrams).to(self.dtype)", "self.wte(inputs) + ngrams"
     head = "x = norm(x)", "x = norm(x).to(self.dtype)"
     rewrite(train_gpt2, "GPT", embedding, head)
-    train_gpt2.Linear.forward = lambda self, x: F.linear(x.bfloat16(), self.weight.bfloat16())
+    train_gpt2.CastedLinear.forward = lambda self, x: F.linear(x.bfloat16(), self.weight.bfloat16())
 
 
 # ---- torch.compile ------------------------------------------------------------------------------

@@ -21,9 +21,11 @@ GPT, LOG_HEADER = train_gpt2.GPT, train_gpt2.Log.header
 
 
 def build_model(args, dtype):
-    """Return the plain model with the weights of train_gpt2's. RunError: it lacks a part of it."""
-    if args.ngrams or args.key_offset or args.logit_softcap:
-        raise train_gpt2.RunError("the plain model has no n-grams and no key offset: set both to 0")
+    """Return the plain model with the weights of train_gpt2's. UserError: it lacks a part of it."""
+    if args.max_ngram or args.key_shift or args.logit_softcap:
+        raise train_gpt2.UserError(
+            "the plain model has no n-grams and no key offset: set both to 0"
+        )
     weights = GPT(args).state_dict()  # first, for the seed's values are the next
     model = plain.PlainGPT(args)
     model.load_state_dict(weights)
@@ -32,9 +34,9 @@ def build_model(args, dtype):
 
 
 def build_optimizers(model, args, rank, world_size):
-    """Return the plain AdamW and Muon. Raises RunError for several processes."""
+    """Return the plain AdamW and Muon. Raises UserError for several processes."""
     if world_size > 1:
-        raise train_gpt2.RunError("the plain step knows one process: start it without torchrun")
+        raise train_gpt2.UserError("the plain step knows one process: start it without torchrun")
     return plain.plain_optimizers(model, args, model.dtype)
 
 
