@@ -389,16 +389,14 @@ def test_fault_14_a_legal_change_in_a_resume_is_read(name, tmp_path, capsys):
     run = runlog.read(path)
     assert run.finished and run.settings[name] == LEGAL[name]
     assert report.main([str(path)]) == 0
-    for other in "learning_rate", "n_layer", "seed", "batch_size":
+    for other in "learning_rate", "n_layer", "batch_size":
         write_log(path, stopped_at=25)
         append_log(path, first=21, **{other: 3})
-        if other == "seed":  # which tells repetitions apart, and is read from the last start
-            continue
         with pytest.raises(ValueError, match="if resumed, the same source and settings again"):
             runlog.read(path)
 
 
-@pytest.mark.parametrize("literal", ["-" * 100_000 + "1", "1" + "+1" * 100_000, "1e999", "9" * 5000])
+@pytest.mark.parametrize("literal", ["-" * 10**5 + "1", "1" + "+1" * 10**5, "1e999", "9" * 5000])
 @pytest.mark.parametrize("name", ["num_iterations", "batch_size", "anything"])
 def test_fault_14_a_literal_that_python_cannot_read_is_one_sentence(name, literal, tmp_path):
     path = write_log(tmp_path / "a.txt", anything=1)
