@@ -365,7 +365,7 @@ def parse_args(argv):
     )
     add = parser.add_argument
     add("texts", nargs="*", metavar="TEXT", help="file, shard, or - for standard input")
-    add("--weights", default="", help="file of weights or a run's folder; empty: the newest")
+    add("--weights", default="", help=weights.HELP)
     add("--log_dir", default="logs", help="where the newest is looked for")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"), help="auto: cuda, if any")
     add("--encoding", default="", help="of texts; empty: that of the training data")

@@ -2,11 +2,13 @@
 
     python records/tools/export.py [WEIGHTS] --out DIR [--push USER/NAME]
 
-WEIGHTS: a file (logs/RUN/model.pt or a checkpoint), a run's folder logs/RUN, or nothing: the newest
-in logs/. DIR, which must be new, empty or an earlier export, gets the weights in float32, the
-model's code for transformers, the tokenizer of the training data, and a model card made from the
-log beside the weights, logs/RUN.txt. Before it is there, transformers loads it, and its logits must
-be those of train_gpt2.py's GPT. --push needs a token: `hf auth login`, or HF_TOKEN.
+WEIGHTS is a file (logs/RUN/model.pt or a checkpoint) or a run's folder, logs/RUN, of which the
+weights of the most steps are taken. Without it, the newest weights in logs/ are taken.
+
+DIR must be new, empty or an earlier export. It gets the weights in float32, the model's code for
+transformers, the tokenizer of the training data, and a model card that is made from the run's log,
+logs/RUN.txt. Before DIR appears, transformers loads it, and its logits are compared with those of
+train_gpt2.py's GPT. --push needs a token: `hf auth login`, or HF_TOKEN.
 """
 
 import argparse

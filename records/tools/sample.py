@@ -76,7 +76,7 @@ def parse_args(argv):
     )
     add = parser.add_argument
     add("prompt", nargs="?", default="", help="what the text begins with")
-    add("--weights", default="", help="file of weights or a run's folder; empty: the newest")
+    add("--weights", default="", help=weights.HELP)
     add("--log_dir", default="logs", help="where the newest is looked for")
     add("--tokens", type=int, default=300, help="at most, of each sample (default: 300)")
     add("--number", type=int, default=1, help="of samples (default: 1)")

@@ -12,6 +12,7 @@ from pathlib import Path
 import tiktoken
 import torch
 
+HELP = "file of weights, or a run's folder: its weights of the most steps (default: the newest)"
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import pack  # noqa: E402
