@@ -18,8 +18,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-if [[ ! ${NPROC:-1} =~ ^[1-9][0-9]*$ ]]; then
-    echo "run.sh: NPROC=$NPROC must be a whole number from 1: give the number of processes," \
+if [[ ! ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]]; then
+    echo "run.sh: NPROC=$NPROC must be a whole number from 1 to 9999: give the number of processes," \
         "or leave it unset to start one for each GPU" >&2
     exit 1
 fi

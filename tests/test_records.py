@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -337,13 +338,13 @@ def test_fault_10_a_resumed_run_of_the_script_is_read(tiny):
     main(Hyperparameters(**own))
     path = f"{tiny['log_dir']}/a.txt"
     whole = runlog.read(path).points
-    stop = iter([False] * 6 + [True])  # a micro-batch of a step: 12 sequences in twos
+    micro_batches = itertools.count()  # a step has six, of two sequences each
     with open(path) as file:
         text = file.read().partition("\nresult ")[0] + "\n"
     with open(path, "w") as file:
         file.write(text)
     checkpoint = f"{tiny['log_dir']}/a/state_step{2:010d}.pt"
-    main(Hyperparameters(**own, resume=checkpoint), lambda: next(stop))
+    main(Hyperparameters(**own, resume=checkpoint), lambda: next(micro_batches) >= 6)
     run = runlog.read(path)
     assert run.reached == 3 and run.fault == "unfinished"
     for kind, last in ("val", 3), ("train", 3):

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 
-@pytest.mark.parametrize("nproc", ["abc", "0", "-1", "2x", "1.5", " 2", "1e3"])
+@pytest.mark.parametrize("nproc", ["abc", "0", "-1", "2x", "1.5", " 2", "1e3", "99999"])
 def test_fault_14_a_number_of_processes_that_is_none_is_refused(nproc, tmp_path):
     (tmp_path / "python").write_text(
         '#!/bin/sh\ncase "$*" in *-c*) echo 0 ;; *) echo ran ;; esac\n'
@@ -19,4 +19,6 @@ def test_fault_14_a_number_of_processes_that_is_none_is_refused(nproc, tmp_path)
             env={**os.environ, "PYTHON": f"{tmp_path}/python", "NPROC": nproc},
         )  # fmt: skip
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-        assert done.stderr.startswith(f"run.sh: NPROC={nproc} must be a whole number from 1")
+        assert done.stderr.startswith(
+            f"run.sh: NPROC={nproc} must be a whole number from 1 to 9999: "
+        )
