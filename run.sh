@@ -18,6 +18,11 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
+if [[ ! ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]]; then
+    echo "run.sh: NPROC=$NPROC must be a whole number from 1 to 9999: give the number of processes," \
+        "or leave it unset to start one for each GPU" >&2
+    exit 1
+fi
 python=${PYTHON:-python3}
 packages="torch, numpy, tiktoken, huggingface_hub, tqdm"
 requirements=requirements.txt

@@ -266,6 +266,44 @@ def test_without_the_vocabulary_shards_have_no_bits_per_byte(tmp_path, capsys, m
             run(capsys, path, *arguments)
 
 
+def test_fault_13_the_runs_val_loss_is_compared_on_equal_tokens_only(plain, tmp_path, capsys):
+    state = weights.read(plain / "model.pt")
+    args = Hyperparameters(**state["hyperparameters"])
+    loader = train_gpt2.DistributedDataLoader(args.val_files, 4, T, 0, 1, torch.device("cpu"))
+    val_hash = hashlib.sha256(loader.read(0, VAL_TOKENS + 1)).hexdigest()[:16]
+    assert f" val_hash:{val_hash} " in plain.with_suffix(".txt").read_text()
+    own = f"the run's own val_loss:{state['val_loss']:.4f}"
+    path = save({**state, "val_hash": val_hash, "dtype": "torch.float32"}, tmp_path / "model.pt")
+    shown = run(capsys, path)[""]
+    assert f"{own} on the same {VAL_TOKENS} tokens, computed in torch.float32\n" in shown
+    state.pop("val_hash", None)
+    shown = run(capsys, save(state, tmp_path / "model.pt"))[""]
+    assert own in shown and "holds no val_hash" in shown and val_hash in shown
+    assert "on the same" not in shown
+    # the same number of other tokens under the same names
+    state["hyperparameters"]["val_files"] = f"{tmp_path}/val_*.bin"
+    write_shard(tmp_path / "val_0.bin", [256, *text_of_length(VAL_TOKENS)])
+    shown = run(capsys, save({**state, "val_hash": val_hash}, tmp_path / "model.pt"))[""]
+    assert own not in shown and "on the same" not in shown
+    there, here = re.findall(r"val_hash ([0-9a-f]{16})", shown)
+    assert there == val_hash != here
+    # a checkpoint has a val_hash and no val_loss
+    checkpoint = weights.read(plain / "state_step0000000008.pt")
+    checkpoint["hyperparameters"]["val_files"] = f"{tmp_path}/val_*.bin"
+    shown = run(capsys, save(checkpoint, tmp_path / "state_step0000000008.pt"))[""]
+    assert [there, here] == re.findall(r"val_hash ([0-9a-f]{16})", shown)
+    assert "val_hash" not in run(capsys, plain / "state_step0000000008.pt")[""]
+
+
+def test_fault_14_the_perplexity_of_nan_is_nan(tmp_path, capsys):
+    path = blank(tmp_path)
+    state = weights.read(path)
+    state["model"]["lm_head.weight"][:] = math.nan
+    (tmp_path / "a.txt").write_text("a text")
+    row = run(capsys, save(state, path), tmp_path / "a.txt")[f"{tmp_path}/a.txt"]
+    assert row == ["6", "nan", "nan", "nan"]
+
+
 # ---- HellaSwag ----------------------------------------------------------------------------------
 def write_items(path, items):
     path.write_text("".join(json.dumps(item) + "\n" for item in items))

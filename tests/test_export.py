@@ -584,6 +584,43 @@ def test_the_card_of_a_checkpoint_is_of_its_step(logs):
     assert "Validation loss" not in " ".join(export.training_lines(state, None))
 
 
+def test_fault_14_the_card_of_a_run_with_hostile_names_is_text(logs, tmp_path):
+    """No HTML, no end of a code block, no other element of Markdown comes from settings or log."""
+    bad = "a`<script>alert(1)</script>`\n```\n# b"
+    path = tmp_path / "logs" / "w" / "model.pt"
+    path.parent.mkdir(parents=True)
+    state = weights.read(logs / "w" / "model.pt")
+    old = state["hyperparameters"]
+    state["hyperparameters"] = {**old, "train_files": bad, "val_files": f"{bad}c"}
+    write(path, state)
+    log = (logs / "w.txt").read_text()
+    for name in "train_files", "val_files":
+        log = log.replace(f"{name}={old[name]!r}", f"{name}={state['hyperparameters'][name]!r}")
+    log = re.sub(r"^device:.* (?=processes:)", "device:<script>`x` ", log, flags=re.M)
+    log = re.sub(r"^torch:.*", "torch:<i> commit:<script>", log, flags=re.M)
+    path.with_name("w.txt").parent.with_suffix(".txt").write_text(log)
+    card = export.card_of("me/<b>", state, export.log_of(path, state), weights.Bytes, 1)
+    text = re.sub(r"```.*?\n```\n", "", card, flags=re.S)
+    assert "alert(1)" in text and not re.search(r"<[a-z/]", text.replace("`<|endoftext|>`", ""))
+    assert "<script" not in card and "\n# b" not in card
+    shown = card.rpartition("```\n")[0].rpartition("```\n")[2]
+    values = dict(re.findall(r"^(\w+)=(.*)$", shown, re.M))
+    assert ast.literal_eval(values["train_files"]) == bad
+
+
+def test_fault_14_the_card_of_a_checkpoint_before_a_legal_change(logs, tmp_path):
+    log = (logs / "w.txt").read_text()
+    path = tmp_path / "w" / "state_step0000000040.pt"
+    path.parent.mkdir()
+    path.write_bytes((logs / "w" / path.name).read_bytes())
+    changed = log.replace(
+        "\nhyperparameter val_loss_every=30\n", "\nhyperparameter val_loss_every=20\n"
+    )
+    assert changed != log
+    (tmp_path / "w.txt").write_text(changed)
+    assert export.log_of(path, weights.read(path)).settings["val_loss_every"] == 20
+
+
 def test_without_a_log_the_card_says_so(logs, tmp_path):
     path = tmp_path / "logs" / "w" / "model.pt"
     path.parent.mkdir(parents=True)

@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import ab
@@ -292,6 +294,153 @@ def test_resumed_log_counts_a_repeated_step_once(old, tmp_path):
         path.write_text(whole + second.replace(before, after))
         with pytest.raises(ValueError, match="if resumed, the same source and settings again"):
             runlog.read(path)
+
+
+def rewind(path, before, after, **changes):
+    """Append a start that resumes a log of write_log at step `before` and logs up to `after`."""
+    text = path.read_text()
+    write_log(path, first=before + 1, stopped_at=after, **changes)
+    header = re.match(r"(.*\n)*?(?=step:|\Z)", path.read_text())[0]
+    resumed = f"resume=logs/a/state_step{before:010d}.pt: going on after step {before}\n"
+    path.write_text(text + header + resumed + path.read_text().removeprefix(header))
+    return runlog.read(path)
+
+
+@both_formats
+def test_fault_10_an_abandoned_branch_is_no_part_of_the_run(old, tmp_path, capsys):
+    path = write_log(tmp_path / "a.txt", old=old)
+    run = rewind(path, 25, 30, loss=9.0, old=old, hash="2" * 12)
+    assert (run.steps, run.reached, run.val_loss) == (20, 30, 4.0)
+    assert [step for step, *_ in run.points["val"]] == [0, 20]
+    assert [step for step, *_ in run.points["train"]] == list(range(1, 31))
+    assert list(run.hashes) == [20 * run.tokens_per_step] and run.data_hash[:3] == "111"
+    assert run.fault == "unfinished" and run.last == 40
+    report.main([str(path)])
+    shown = capsys.readouterr().out
+    assert "30 of 40, unfinished" in shown and "4.0000 at step 20" in shown
+    with pytest.raises(ValueError, match=r"a\.txt ended at step 20 of 40"):
+        compare.check_finished(run)
+    assert rewind(path, 15, 15, old=old).reached == 15  # no step yet, by a header alone
+    assert rewind(path, 10, 40, loss=2.5, old=old, hash="3" * 12).val_loss == 2.5
+    run = runlog.read(path)
+    assert run.finished and [step for step, *_ in run.points["val"]] == [0, 20, 40]
+    assert set(run.hashes.values()) == {"3" * 12}
+
+
+def test_fault_10_without_its_line_a_resume_shows_by_its_steps(tmp_path):
+    path = append_log(write_log(tmp_path / "a.txt"), first=11, stopped_at=15)
+    run = runlog.read(path)
+    assert (run.steps, run.reached, len(run.points["train"])) == (0, 15, 15)
+
+
+def test_fault_10_a_resumed_run_of_the_script_is_read(tiny):
+    own = {**tiny, "run_id": "a", "save_every": 2, "keep_checkpoints": 9, "val_loss_every": 1}
+    main(Hyperparameters(**own))
+    path = f"{tiny['log_dir']}/a.txt"
+    whole = runlog.read(path).points
+    micro_batches = itertools.count()  # a step has six, of two sequences each
+    with open(path) as file:
+        text = file.read().partition("\nresult ")[0] + "\n"
+    with open(path, "w") as file:
+        file.write(text)
+    checkpoint = f"{tiny['log_dir']}/a/state_step{2:010d}.pt"
+    main(Hyperparameters(**own, resume=checkpoint), lambda: next(micro_batches) >= 6)
+    run = runlog.read(path)
+    assert run.reached == 3 and run.fault == "unfinished"
+    for kind, last in ("val", 3), ("train", 3):
+        expected = [point[:2] for point in whole[kind] if point[0] <= last]
+        assert [point[:2] for point in run.points[kind]] == expected
+
+
+LEGAL = {  # settings that a resumed run may have otherwise, and another value of each
+    "train_files": "elsewhere/train_*.bin",
+    "val_files": "elsewhere/val_*.bin",
+    "allow_repeat": True,
+    "val_loss_every": 5,
+    "val_tokens": 128,
+    "target_val_loss": 1.0,
+    "save_every": 7,
+    "keep_checkpoints": 9,
+    "resume": "auto",
+    "log_dir": "other",
+    "run_id": "other",
+    "device": "cuda",
+    "device_batch_size": 2,
+    "compile": False,
+    "comm_timeout": 9,
+}
+
+
+def test_fault_14_the_settings_that_a_resume_may_change_are_the_scripts():
+    names = list(Hyperparameters.__dataclass_fields__)
+    assert names[names.index("train_files") :] == list(LEGAL)
+    assert set(LEGAL) == runlog.RESUMABLE
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_fault_14_a_legal_change_in_a_resume_is_read(name, tmp_path, capsys):
+    line, default = "hyperparameter seed=1\n", vars(Hyperparameters())[name]
+    starts = []
+    for log, value in (dict(stopped_at=25), default), (dict(first=21), LEGAL[name]):
+        text = write_log(tmp_path / "a.txt", **log).read_text()
+        text = re.sub(rf"hyperparameter {name}=.*\n", "", text)
+        starts.append(text.replace(line, f"{line}hyperparameter {name}={value!r}\n"))
+    path = tmp_path / "a.txt"
+    path.write_text("".join(starts))
+    run = runlog.read(path)
+    assert run.finished and run.settings[name] == LEGAL[name]
+    assert report.main([str(path)]) == 0
+    for other in "learning_rate", "n_layer", "batch_size":
+        write_log(path, stopped_at=25)
+        append_log(path, first=21, **{other: 3})
+        with pytest.raises(ValueError, match="if resumed, the same source and settings again"):
+            runlog.read(path)
+
+
+@pytest.mark.parametrize("literal", ["-" * 10**5 + "1", "1" + "+1" * 10**5, "1e999", "9" * 5000])
+@pytest.mark.parametrize("name", ["num_iterations", "batch_size", "anything"])
+def test_fault_14_a_literal_that_python_cannot_read_is_one_sentence(name, literal, tmp_path):
+    path = write_log(tmp_path / "a.txt", anything=1)
+    path.write_text(re.sub(rf"(hyperparameter {name})=.*", rf"\1={literal}", path.read_text()))
+    try:
+        report.main([str(path)])
+    except ValueError as error:
+        assert "a.txt is no log of a training run" in str(error) and "\n" not in str(error)
+    else:
+        assert (name, literal) == ("anything", "1e999")
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("device:CPU one ", "device:CPU" + 60_000 * " " + "one "),
+        ("device:CPU one processes:1", "device:CPU" + 60_000 * " "),
+        ("tokens/s:4571 ", "tokens/s:4571 " + 60_000 * "a" + " "),
+        ("torch:2.13.0 ", "torch:2.13.0 " + 60_000 * "a" + " "),
+        ("commit:abcdef0123456", "commit:" + 60_000 * "a"),
+    ],
+)
+def test_fault_14_long_lines_of_a_log_take_no_time(before, after, tmp_path):
+    path = write_log(tmp_path / "a.txt")
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    start = time.perf_counter()
+    run = runlog.read(path)
+    assert time.perf_counter() - start < 0.5 and run.finished
+    public = PUBLIC.replace("H100 80GB HBM3          Off", "H100" + 60_000 * " " + "x")
+    path.write_text(public)
+    start = time.perf_counter()
+    assert "device" not in runlog.read(path).facts
+    assert time.perf_counter() - start < 0.5
+
+
+def test_fault_14_a_pipe_is_no_log(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"a\.txt is not a regular file"):
+        report.main([str(tmp_path / "a.txt")])
+    write_log(tmp_path / "b.txt")
+    assert [run.path.name for run in runlog.logs_in(tmp_path)] == ["b.txt"]
 
 
 def test_groups_take_each_run_once_and_count_every_run(tmp_path, capsys):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -175,6 +176,66 @@ def test_weights_of_another_model_are_refused_in_a_sentence(trained, monkeypatch
     monkeypatch.setattr(weights, "GPT", Wider)
     with pytest.raises(RunError, match="is of another model than this"):
         written(trained)
+
+
+def saved(state, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = train_gpt2.Log(Hyperparameters(log_dir=str(path.parent)), "unused", 1)
+    assert train_gpt2.write_checkpoint(state, path, log)
+    return path
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"n_layer": 10**6}, "n_layer=1000000 "),
+        ({"n_layer": 1000}, "is of another model than this"),
+        ({"n_embd": 2**30}, "has settings that no model can have"),
+        ({"n_embd": 2**20}, "is of another model than this"),
+        ({"vocab_size": 2**30, "ngrams": 2, "ngram_rows": 2**30}, "is of another model than this"),
+        ({"n_layer": "1"}, "holds no settings of a run"),
+        ({"n_head": -1}, "n_head=-1 must be a number"),
+        (None, "holds no settings of a run"),
+    ],
+)
+def test_fault_14_foreign_weights_are_refused_at_once(changes, sentence, trained, tmp_path):
+    state = weights.read(trained / "logs" / "w" / "model.pt")
+    settings = None if changes is None else {**state["hyperparameters"], **changes}
+    path = saved({**state, "hyperparameters": settings}, tmp_path / "model.pt")
+    start = time.perf_counter()
+    with pytest.raises(RunError, match=sentence) as refused:
+        written(trained, f"--weights={path}")
+    assert time.perf_counter() - start < 10 and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, [1], "x"])
+def test_fault_14_another_file_with_a_checksum_is_refused(content, tmp_path):
+    path = saved(content, tmp_path / "model.pt")
+    with pytest.raises(RunError, match="holds no settings of a run"):
+        weights.load(path)
+
+
+def test_fault_14_a_manifest_of_infinity_is_one_sentence(trained, tmp_path, monkeypatch):
+    split = '{"sha256": {}, "bytes": 9, "tokens": 2}'
+    manifest = f'{{"encoding": "bytes", "val_below": 1e999, "train": {split}, "val": {split}}}'
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match=r"manifest.json is no manifest of a pack: "):
+        weights.encoding_of(Hyperparameters(train_files=f"{tmp_path}/train_*.bin"))
+
+
+def test_fault_14_a_folder_gives_the_weights_of_the_most_steps(trained, tmp_path, capsys):
+    """Of as many steps the final weights, which have a loss; the tool says what it has taken."""
+    final = weights.read(trained / "logs" / "w" / "model.pt")  # of 60 steps
+    folder = tmp_path / "logs" / "w"
+    saved(final, folder / "model.pt")
+    for step, name in (40, "model.pt"), (60, "model.pt"), (80, "state_step0000000080.pt"):
+        path = saved({**final, "step": step}, folder / f"state_step{step:010d}.pt")
+        os.utime(path, (0, 0))  # times tell when a file was copied
+        assert weights.find(folder).name == name
+        sample.main([f"--weights={folder}", "--tokens=1"])
+        assert f"{folder / name}, seed 0\n" in capsys.readouterr().err
+    (folder / "model.pt").unlink()
+    assert weights.find(folder).name == "state_step0000000080.pt"
 
 
 def test_the_command_line_streams_and_ends_in_a_sentence(trained):

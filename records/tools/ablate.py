@@ -5,19 +5,27 @@
     python records/tools/ablate.py --logs logs/ablation --picture logs/ablation.png
 
 An arm is a name and how it differs from the best settings: further settings, or a diff of
-train_gpt2.py, which is applied to a copy. Seed after seed all arms run in turn, so that what slows
-the machine slows all of them. Called again with the same --out, it keeps the runs that have a
-result and goes on. The table refuses an arm that mixes settings or sources, and arms of other data,
-validation tokens, sequence_length, dtype or target. Differences are paired by seed: mean, 95%
-t-interval, two-sided p, which Holm's rule corrects for the number of arms. A positive difference:
-the best settings are better.
+train_gpt2.py, which is applied to a copy. The arms are interleaved, seed after seed, so that
+whatever slows down the machine slows down all of them.
+
+Called again with the same --out, the tool keeps finished runs and resumes unfinished ones. It
+refuses to start if --out holds a log of other settings or of another source under a name that it
+needs, or a log that another process is writing. It deletes nothing except the final weights,
+model.pt, of the runs that it has trained itself.
+
+The table refuses an arm that mixes settings or sources, and arms that differ in data, validation
+tokens, sequence_length, dtype or target. Differences are paired by seed: mean, 95% t-interval and
+two-sided p, corrected for the number of arms by Holm's method. A positive difference means that the
+best settings are better.
 """
 
 import argparse
+import contextlib
+import fcntl
+import importlib.util
 import math
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -28,9 +36,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ab import step_ms
-from compare import check_group, unlike
+from compare import check_group, differences, unlike
 from report import command, headed, markdown, new_figure, save
-from runlog import ROOT, logs_in, packages, read, require
+from runlog import INCIDENTAL, ROOT, Run, fingerprint, logs_in, packages, read, require
 
 with packages():
     from scipy import stats
@@ -71,15 +79,42 @@ def script_of(diff, folder):
     return copy
 
 
-def has_result(log):
-    """Return whether a log holds a whole run. What a killed one left is removed, to run it anew."""
+def settings_of(script, argv):
+    """Return the settings, a dict, with which a training script would run."""
+    name = f"train_gpt2_{fingerprint(script)}"
+    spec = importlib.util.spec_from_file_location(name, script)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module.parse_args(argv))
+
+
+def earlier_run(log, script, settings):
+    """Return the Run in this log, or None if there is no log.
+
+    Raises ValueError if it is another run than the script would do with these settings, or if
+    another process is writing the log.
+    """
     if not log.exists():
-        return False
-    if re.search(r"^result ", log.read_text(), flags=re.M):
-        return True
-    log.unlink()
-    shutil.rmtree(log.with_suffix(""), ignore_errors=True)  # its checkpoints
-    return False
+        return None
+    fix = "ablate.py never deletes or continues other runs; give another --out"
+    with open(log) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a run holds this lock on its log
+        except BlockingIOError:
+            raise ValueError(
+                f"{log} is being written by another process: {fix}, or wait for that run to end"
+            ) from None
+    try:
+        run = read(log)
+    except ValueError as error:
+        raise ValueError(f"{error}; {fix}, or move the file away") from None
+    planned = Run(log, {"train_gpt2.py": script.read_text()}, settings, run.facts)
+    differ = differences(run, planned, INCIDENTAL - {"seed"})
+    require(
+        differ == "nothing",
+        f"{log} is of another run: it differs in {differ}: {fix}, or move that run away",
+    )
+    return run
 
 
 def train(script, argv):
@@ -91,29 +126,40 @@ def train(script, argv):
 def run_all(options):
     """Run every arm with every seed that has no result yet. Raises ValueError if a run fails."""
     arms = [(BEST, [], None), *map(parse_arm, options.arm)]
-    names = [name for name, _, _ in arms]
-    require(len(set(names)) == len(names), f"arms {names} must have different names")
+    names = [name.replace(" ", "_") for name, _, _ in arms]
+    require(
+        len(set(names)) == len(names), f"the arms {names} must have different names: rename one"
+    )
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        scripts = {name: script_of(diff, folder) for name, _, diff in arms}
-        for seed in range(1, options.seeds + 1):
-            for name, settings, _ in arms:
-                run_id = f"{name.replace(' ', '_')}_seed{seed}"
-                if has_result(out / f"{run_id}.txt"):
-                    continue
-                argv = [*shlex.split(options.best), *settings]
-                argv += [f"--seed={seed}", f"--run_id={run_id}", f"--log_dir={out.resolve()}"]
-                status = train(scripts[name], argv)
-                require(status == 0, f"{name}, seed {seed}, failed: see above")
-                remove_weights(out / run_id)
-                print(f"{run_id}: {read(out / f'{run_id}.txt').val_loss:.4f}", flush=True)
+        arms = [(name, settings, script_of(diff, folder)) for name, settings, diff in arms]
+        seeds = range(1, options.seeds + 1)
+        # a list: all arguments and logs are checked before the first run starts
+        runs = [planned_run(out, arm, seed, options.best) for seed in seeds for arm in arms]
+        for log, script, argv in filter(None, runs):
+            require(train(script, argv) == 0, f"the run of {log} failed: see above")
+            remove_weights(log.with_suffix(""))
+            print(f"{log.stem}: {read(log).val_loss:.4f}", flush=True)
+
+
+def planned_run(out, arm, seed, best):
+    """Return (log, script, arguments) of a run, or None if it has a result already."""
+    name, settings, script = arm
+    run_id = f"{name.replace(' ', '_')}_seed{seed}"
+    argv = [*shlex.split(best), *settings]
+    argv += [f"--seed={seed}", f"--run_id={run_id}", f"--log_dir={out.resolve()}"]
+    log = out / f"{run_id}.txt"
+    earlier = earlier_run(log, script, settings_of(script, argv))
+    if earlier and earlier.ended:
+        return None
+    return log, script, [*argv, "--resume=auto"] if earlier else argv
 
 
 def remove_weights(folder):
-    """Remove the final weights of a run, which nobody needs."""
+    """Remove the final weights of a run, which nobody needs, and its folder if that is empty."""
     (folder / "model.pt").unlink(missing_ok=True)
-    if folder.is_dir():
+    with contextlib.suppress(OSError):
         folder.rmdir()
 
 

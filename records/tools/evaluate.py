@@ -4,7 +4,8 @@
     python records/tools/evaluate.py --hellaswag [N] [--weights logs/RUN]
 
 TEXT: a file in UTF-8, a shard of tokens, or - for standard input. Without one, and without
---hellaswag, it is the run's own validation tokens, and the loss is the run's val_loss.
+--hellaswag, it is the run's own validation tokens, and the loss is the run's val_loss. The hash of
+the tokens is compared with the val_hash of the run, and a difference is reported.
 
 An end-of-text leads a text, as it leads each document in training; a shard is taken as it is. Every
 token after the first counts exactly once. It is predicted from those before it in a window of
@@ -26,6 +27,7 @@ whose parts differ. An item longer than sequence_length is scored in windows tha
 
 import argparse
 import glob
+import hashlib
 import itertools
 import json
 import math
@@ -229,7 +231,7 @@ def measure_texts(gpt, texts, T, stride):
         with tqdm(total=count, unit="tok", unit_scale=True, disable=None, leave=False) as bar:
             nats = nats_of(gpt, text.tokens, T, stride, bar)
         loss = nats / count
-        perplexity = math.exp(loss) if loss < 700 else math.inf
+        perplexity = math.inf if loss > 700 else math.exp(loss)  # of NaN it is NaN
         bits = f"{nats / math.log(2) / text.bytes:.4f}" if text.bytes else "n/a"
         print(f"| {text.name} | {count:,} | {loss:.4f} | {perplexity:.5g} | {bits} |", flush=True)
 
@@ -363,7 +365,7 @@ def parse_args(argv):
     )
     add = parser.add_argument
     add("texts", nargs="*", metavar="TEXT", help="file, shard, or - for standard input")
-    add("--weights", default="", help="file of weights or a run's folder; empty: the newest")
+    add("--weights", default="", help=weights.HELP)
     add("--log_dir", default="logs", help="where the newest is looked for")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"), help="auto: cuda, if any")
     add("--encoding", default="", help="of texts; empty: that of the training data")
@@ -412,11 +414,32 @@ def validation_tokens(args):
     return tokens
 
 
-def gather(options, args, encoding):
-    """Return the Texts to measure: those named, or the run's validation data."""
+def own_loss(state, args, tokens):
+    """Return a sentence that states the run's val_loss, and whether it is of the same tokens."""
+    here = hashlib.sha256(tokens.numpy().astype("<u2")).hexdigest()[:16]
+    there = state.get("val_hash")
+    if there not in (here, None):
+        return (
+            f"the run was validated on other tokens (val_hash {there}) than {args.val_files!r} "
+            f"holds now (val_hash {here}): do not compare the loss above with that of the run"
+        )
+    if "val_loss" not in state:  # a checkpoint
+        return ""
+    own = f"the run's own val_loss:{state['val_loss']:.4f}"
+    if there is None:
+        return (
+            f"{own} may be of other tokens, because the file of weights holds no val_hash: "
+            f"check that the run's log says val_hash:{here}"
+        )
+    dtype = f", computed in {state['dtype']}" if "dtype" in state else ""
+    return f"{own} on the same {args.val_tokens:,} tokens{dtype}"
+
+
+def gather(options, args, encoding, validation):
+    """Return the Texts to measure: those named, and validation tokens if there are any."""
     tokens = {name: read_input(name, args, encoding) for name in options.texts}
-    if not options.texts and options.hellaswag is None:
-        tokens[args.val_files] = validation_tokens(args)
+    if validation is not None:
+        tokens[args.val_files] = validation
     texts = []
     for name, of_text in tokens.items():
         if options.tokens:
@@ -436,7 +459,9 @@ def main(argv):
     if stride > T:
         raise RunError(f"--stride={stride} must be at most the model's sequence_length={T}")
     encoding = choose_encoding(options, args)
-    texts = gather(options, args, encoding)
+    own_data = not options.texts and options.hellaswag is None
+    validation = validation_tokens(args) if own_data else None
+    texts = gather(options, args, encoding, validation)
     if options.hellaswag is not None:
         items = read_items(options.hellaswag_file or fetch(options.hellaswag_source))
         items = evenly(items, options.hellaswag)
@@ -444,8 +469,8 @@ def main(argv):
     print(f"{path}: windows of {T} tokens, stride {stride}; {device}, {gpt.dtype}")
     if texts:
         measure_texts(gpt, texts, T, stride)
-    if texts and not options.texts and "val_loss" in state:
-        print(f"\nthe run's own val_loss:{state['val_loss']:.4f}")
+    if own_data and (sentence := own_loss(state, args, validation)):
+        print(f"\n{sentence}")
     if options.hellaswag is not None:
         measure_hellaswag(gpt, items, rows, T)
 

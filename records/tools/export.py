@@ -2,11 +2,13 @@
 
     python records/tools/export.py [WEIGHTS] --out DIR [--push USER/NAME]
 
-WEIGHTS: a file (logs/RUN/model.pt or a checkpoint), a run's folder logs/RUN, or nothing: the newest
-in logs/. DIR, which must be new, empty or an earlier export, gets the weights in float32, the
-model's code for transformers, the tokenizer of the training data, and a model card made from the
-log beside the weights, logs/RUN.txt. Before it is there, transformers loads it, and its logits must
-be those of train_gpt2.py's GPT. --push needs a token: `hf auth login`, or HF_TOKEN.
+WEIGHTS is a file (logs/RUN/model.pt or a checkpoint) or a run's folder, logs/RUN, of which the
+weights of the most steps are taken. Without it, the newest weights in logs/ are taken.
+
+DIR must be new, empty or an earlier export. It gets the weights in float32, the model's code for
+transformers, the tokenizer of the training data, and a model card that is made from the run's log,
+logs/RUN.txt. Before DIR appears, transformers loads it, and its logits are compared with those of
+train_gpt2.py's GPT. --push needs a token: `hf auth login`, or HF_TOKEN.
 """
 
 import argparse
@@ -14,13 +16,14 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from runlog import INCIDENTAL, packages, read, require
+from runlog import INCIDENTAL, RESUMABLE, packages, read, require
 
 with packages():
     import huggingface_hub
@@ -28,7 +31,7 @@ with packages():
     import transformers
     import weights
     from modeling_gpt2_speedrun import GPT2SpeedrunConfig, GPT2SpeedrunForCausalLM
-    from report import command
+    from report import command, escaped
     from safetensors.torch import save
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -104,7 +107,7 @@ def log_of(path, state):
         run, saved = read(log), state["hyperparameters"]
     except ValueError as error:
         raise ValueError(f"{error}; {fix}") from None
-    names = run.settings.keys() - INCIDENTAL - {"num_iterations"}
+    names = run.settings.keys() - INCIDENTAL - RESUMABLE - {"num_iterations"}
     others = sorted(name for name in names if run.settings[name] != saved.get(name))
     require(not others, f"{log} is of another run than {path} ({', '.join(others)} differ): {fix}")
     loss = losses_of(run).get(step_of(state))
@@ -124,17 +127,30 @@ def losses_of(run):
     return {step: loss for step, loss, _ in run.points["val"]}
 
 
+def code(text):
+    """Return text as Markdown code, or escaped if it holds what ends such code or begins HTML."""
+    if re.fullmatch("[^`<>&\\n]+", text):
+        return f"`{text}`"
+    return re.sub(r"([*_\[\]#])", r"\\\1", escaped(text))
+
+
+def literal(value):
+    """Return the Python literal of a value, without characters that could begin HTML."""
+    return repr(value).replace("<", r"\x3c").replace(">", r"\x3e")
+
+
 def training_lines(state, run):
     """Return the sentences of the model card on how these weights came to be."""
     settings, step = state["hyperparameters"], step_of(state)
     tokens = step * settings["batch_size"] * settings["sequence_length"]
     loss = losses_of(run).get(step) if run else state.get("val_loss")
     yield f"Steps: {step:,} of {settings['num_iterations']:,} planned."
-    seen = f"Training data: `{settings['train_files']}`; the model has seen {tokens:,} tokens of it"
+    files = code(settings["train_files"])
+    seen = f"Training data: {files}; the model has seen {tokens:,} tokens of it"
     if run and (all_tokens := run.number("train_tokens")):
         seen += f", which holds {all_tokens:,.0f} ({tokens / all_tokens:.2f} epochs)"
     yield f"{seen}."
-    where = f"{settings['val_tokens']:,} tokens of `{settings['val_files']}`"
+    where = f"{settings['val_tokens']:,} tokens of {code(settings['val_files'])}"
     if loss is not None:
         yield f"Validation loss: {loss:.4f} nats a token, on the first {where}."
     elif run:
@@ -145,13 +161,12 @@ def training_lines(state, run):
             "and commit are not known here."
         )
         return
-    facts = {name: run.facts.get(name, "not recorded") for name in ("device", "torch", "commit")}
-    processes = run.facts.get("processes", "an unknown number of")
-    yield f"Hardware: {facts['device']}; processes: {processes}."
+    names = "device", "torch", "commit", "products", "processes"
+    facts = {name: escaped(run.facts.get(name, "not recorded")) for name in names}
+    yield f"Hardware: {facts['device']}; processes: {facts['processes']}."
     if times := [ms for at, _, ms in run.points["val"] if at == step]:
         yield f"Training time: {times[-1] / 1000:,.1f} s, without compilation and validation."
-    products = run.facts.get("products", "not recorded")
-    yield f"torch: {facts['torch']}; products in training: {products}; commit: {facts['commit']}."
+    yield "torch: {torch}; products in training: {products}; commit: {commit}.".format(**facts)
     if run.fault:
         yield f"The run has no result, by its log: {run.fault}."
 
@@ -183,7 +198,7 @@ def card_of(name, state, run, encoding, parameters):
     """Return the model card, README.md; name: of the model on the Hub, or of its folder."""
     settings = state["hyperparameters"]
     training = "\n".join(f"- {line}" for line in training_lines(state, run))
-    shown = "\n".join(f"{k}={v!r}" for k, v in settings.items() if k not in PRIVATE)
+    shown = "\n".join(f"{k}={literal(v)}" for k, v in settings.items() if k not in PRIVATE)
     sources = "the weights and the log of the run" if run else "the weights alone"
     sizes = "{n_layer} layers, {n_head} attention heads, {n_embd} channels".format(**settings)
     pieces = "".join(f"- {line}\n" for line in piece_lines(settings))
@@ -195,7 +210,7 @@ tags:
 - custom_code
 ---
 
-# {name.rpartition("/")[2]}
+# {escaped(name.rpartition("/")[2])}
 
 A language model of {parameters:,} parameters, trained from scratch by `train_gpt2.py`, a
 single-file GPT-2 speedrun. A program has made this card, from {sources}.

@@ -6,13 +6,16 @@
     python records/tools/report.py --history               # the table of all records
     python records/tools/report.py --refresh               # write anew what READMEs show
 
-LOG: a file, a folder or a quoted glob, ours or a public one of 2024; `name=` before it puts its
-runs into a group of that name, else file names do (muon_seed3.txt: muon). n/a: not in the log.
-n counts every log; a group with a run that is unfinished (cut, or still going) or diverged has no
-mean. Refused: groups, and resumed runs, of several val_hashes, numbers of processes or dtypes of
-products; groups of runs that were planned for other numbers of steps; curves of several val_hashes
-in one picture. A picture is written twice, as .png and as .svg, and shows losses against time only
-of rounds that ab.py ran in turn.
+LOG is a file, a folder or a quoted glob, of this repository or of the public speedrun of 2024.
+`name=` before it puts its runs into a group of that name; otherwise the file names tell the group
+(muon_seed3.txt: muon). n/a means that the log does not hold the value. n counts every log, and a
+group has no mean if one of its runs is unfinished (stopped, or still running) or has diverged.
+
+Runs in a group must share val_hash, world size, dtype and the planned number of steps, and so must
+the starts of a resumed run, except that num_iterations may grow; otherwise the group is rejected.
+Curves in one picture must share the val_hash. If a run was rewound to an older checkpoint, the
+lines of the abandoned branch are ignored. A picture is written as .png and as .svg. It shows losses
+against time only for interleaved runs of ab.py.
 
 A README holds the command between `<!-- ` and ` -->`, then what it prints, then `<!-- end -->`;
 --refresh runs these commands, --stale names those whose output has changed, and exits with 1.

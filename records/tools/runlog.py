@@ -22,11 +22,16 @@ POINT = re.compile(
     r"step:(?P<step>\d+)/(?P<last>\d+) (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms(?: data_hash:(?P<hash>\w+))?"
 )
+RESUMED = re.compile(r"resume=.*: going on after step (?P<step>\d+)")
 NAMES = {"seed", "run_id", "log_dir"}  # settings that tell repetitions apart
 CHECKS = {"checksum_every", "bytes_per_token"}  # settings that only older scripts had, of no effect
 # and those that fit a run to its machine: they do not change its result
 INCIDENTAL = NAMES | CHECKS
 INCIDENTAL |= {"device_batch_size", "save_every", "keep_checkpoints", "resume", "comm_timeout"}
+# settings that train_gpt2.py lets a resumed run change, besides num_iterations
+RESUMABLE = {"train_files", "val_files", "allow_repeat", "val_loss_every", "val_tokens"}
+RESUMABLE |= {"target_val_loss", "save_every", "keep_checkpoints", "resume", "log_dir", "run_id"}
+RESUMABLE |= {"device", "device_batch_size", "compile", "comm_timeout"}
 # what a script does that lacks a setting: these once could be chosen, or can be since
 IMPLIED = {"muon_coefficients": "quintic", "attention": "auto", "dtype": "auto"}
 IMPLIED |= {"ngrams": 0, "ngram_rows": 2**18, "key_offset": 0, "logit_softcap": 0.0}
@@ -75,13 +80,13 @@ class Run:
     ended: bool = True  # whether the log says the result; public logs never do
     points: dict = field(default_factory=lambda: {"train": [], "val": []})  # (step, loss, ms)
     hashes: dict = field(default_factory=dict)  # {tokens read: data_hash}
-    steps: int = 0  # of the last validation
     last: int = 0  # steps planned
     ms_per_step: float = None  # mean, as logged
 
     seed = property(lambda self: self.settings.get("seed"))
     finished = property(lambda self: self.fault is None)
     tokens = property(lambda self: self.steps * self.tokens_per_step)
+    steps = property(lambda self: self.points["val"][-1][0] if self.points["val"] else 0)
     data_hash = property(lambda self: self.hashes.get(self.tokens))
     val_loss = property(lambda self: self.points["val"][-1][1] if self.points["val"] else None)
     reached = property(lambda self: self.latest[0])  # steps, validated or not
@@ -176,7 +181,7 @@ def read_ours(path, text):
     for block in blocks:
         pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", block[0], flags=re.M)
         settings.append({name: ast.literal_eval(value) for name, value in pairs})
-    but = INCIDENTAL | {"num_iterations"}
+    but = INCIDENTAL | RESUMABLE | {"num_iterations"}
     for block, later in zip(blocks, settings):
         same = all(later.get(name) == settings[0][name] for name in settings[0].keys() - but)
         if not same or not text[: block.start()].endswith(head):
@@ -210,17 +215,24 @@ def header_facts(body):
     for line in body.splitlines():
         if line.startswith("step:"):
             break
-        if found := re.match(r"device:(.*?) *(?=processes:)", line):  # a name has blanks
-            facts["device"] = found[1] or None
-            line = line[found.end() :]
+        if line.startswith("device:") and "processes:" in line:
+            device, _, line = line.partition("processes:")  # the name of a device has blanks
+            facts["device"] = device.removeprefix("device:").strip()
+            line = f"processes:{line}"
         if found := re.match(r"train data: \d+ shards, ([\d,]+) tokens", line):
             facts["train_tokens"] = found[1].replace(",", "")
         elif re.match("python:|torch:|commit:|processes:|val data:|train_tokens:", line):
-            facts |= re.findall(r"([a-z_]+):([^\s,]+)", line)
+            facts |= named_values(line.replace(",", " "))
         elif found := re.fullmatch(r"\w+(?: lr:\S+)? parameters:(\d+)", line):
             values += int(found[1])
             facts["parameters"] = f"{values}"
     return {name: text for name, text in facts.items() if text}
+
+
+def named_values(line):
+    """Return {name: value} of the words `name:value` of a line; other words are ignored."""
+    pairs = (word.partition(":") for word in line.split())
+    return {name: value for name, _, value in pairs if value}
 
 
 def summary_facts(body):
@@ -229,7 +241,7 @@ def summary_facts(body):
     for line in body.splitlines():
         phases = re.fullmatch(r"([a-z]+:[\d.]+s ?)+", line)
         if phases or line.startswith(("tokens/s:", "compile: ")):
-            facts |= re.findall(r"(\S+?):(\S+)", line)
+            facts |= named_values(line)
     return facts
 
 
@@ -240,7 +252,7 @@ def read_public(path, text):
     facts = {"commit": None}
     if found := re.search(r"pytorch (\S+)", machine):
         facts["torch"] = found[1]
-    if gpus := re.findall(r"^\|\s+\d+\s+(NVIDIA \S.*?)\s+(?:On|Off) ", machine, flags=re.M):
+    if gpus := re.findall(r"^\|\s+\d+\s+(NVIDIA(?: \S+)+)\s+(?:On|Off) ", machine, flags=re.M):
         facts |= {"device": gpus[0], "processes": str(len(gpus))}
     return Run(path, {"train_gpt2.py": source}, defaults(source), facts)
 
@@ -256,20 +268,25 @@ def is_public(text):
 def read(path):
     """Return the Run of a log, be it finished or not. Raises ValueError for a file that is none."""
     path = Path(path)
+    # opening a pipe would hang
+    require(path.is_file(), f"{path} is not a regular file: name the log of a run, logs/RUN.txt")
     text = path.read_text(errors="replace")
     if is_ours(text):  # a run that is going on may have written half of its last line
         text = text[: text.rfind("\n") + 1]
     try:
         run = (read_ours if is_ours(text) else read_public)(path, text)
-        for found in map(POINT.match, text.splitlines()):
-            if found:
+        for line in text.splitlines():
+            if found := POINT.match(line):
                 add_point(run, found)
+            elif found := RESUMED.fullmatch(line):
+                rewind(run, int(found["step"]))
         if is_ours(text):
             run.last = run.settings["num_iterations"]
         elif not run.points["val"]:
             raise ValueError("no validation")
-        run.tokens_per_step + run.last  # both must be numbers
-    except (ValueError, KeyError, IndexError, SyntaxError, TypeError):
+        require(isinstance(run.tokens_per_step + run.last, int), "not a number of steps")
+    # Python's parser raises the last two for expressions that are nested too deeply
+    except (ValueError, KeyError, IndexError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ValueError(
             f"{path} is no log of a training run: it must hold the script's source, its "
             f"hyperparameters and, in a public one, a line `step:N/M val_loss:...`, and if "
@@ -278,16 +295,28 @@ def read(path):
     return run
 
 
+def rewind(run, step):
+    """Drop what was logged after `step`, where the run was resumed: it left that branch."""
+    for kind, points in run.points.items():
+        run.points[kind] = [point for point in points if point[0] <= step]
+    limit = step * run.tokens_per_step
+    run.hashes = {tokens: value for tokens, value in run.hashes.items() if tokens <= limit}
+    run.ms_per_step = None
+
+
 def add_point(run, found):
     """Add one step's line. A resumed run repeats steps: the later line counts."""
-    step, points = int(found["step"]), run.points[found["kind"]]
-    while points and points[-1][0] >= step:
+    step = int(found["step"])
+    if step < run.reached:  # of a log without a line on the resume
+        rewind(run, step)
+    points = run.points[found["kind"]]
+    if points and points[-1][0] == step:
         points.pop()
     points.append((step, float(found["loss"]), float(found["ms"])))
     average = float(found["average"])
     run.ms_per_step = None if math.isnan(average) else average
     if found["kind"] == "val":
-        run.steps, run.last = step, int(found["last"])
+        run.last = int(found["last"])
         if found["hash"] and step:
             run.hashes[step * run.tokens_per_step] = found["hash"]
 
@@ -297,7 +326,7 @@ def logs_in(folder):
     Raises ValueError for a damaged log: a run that is left out unseen would bias what is said."""
     runs = []
     for path in sorted(Path(folder).glob("*.txt"), key=natural):
-        text = path.read_text(errors="replace")
+        text = path.read_text(errors="replace") if path.is_file() else ""
         if is_ours(text) or is_public(text):
             runs.append(read(path))
     return runs

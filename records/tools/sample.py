@@ -1,9 +1,9 @@
-"""Let a trained model write: `bash run.sh sample [PROMPT] [--weights=logs/RUN] [--top_k=40 ...]`.
+"""Generate text: `bash run.sh sample [PROMPT] [--weights=logs/RUN] [--top_k=40 ...]`.
 
-The text appears as it is made. Without --weights the run speaks that wrote its weights last. Each
-token comes from a whole forward pass of train_gpt2.py's own model, without a cache of keys and
-values, so that an edited model samples as it was trained; of a longer text the model sees the last
-sequence_length tokens. An empty prompt begins a new document; end-of-text ends a sample.
+The text is printed as it is generated. Without --weights, the newest weights are used. Each token
+takes a whole forward pass of train_gpt2.py's own model, without a key-value cache, so that an
+edited model samples exactly as it was trained. The model sees the last sequence_length tokens. An
+empty prompt begins a new document, and an end-of-text token ends a sample.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def parse_args(argv):
     )
     add = parser.add_argument
     add("prompt", nargs="?", default="", help="what the text begins with")
-    add("--weights", default="", help="file of weights or a run's folder; empty: the newest")
+    add("--weights", default="", help=weights.HELP)
     add("--log_dir", default="logs", help="where the newest is looked for")
     add("--tokens", type=int, default=300, help="at most, of each sample (default: 300)")
     add("--number", type=int, default=1, help="of samples (default: 1)")

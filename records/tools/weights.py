@@ -4,6 +4,7 @@ The tools that use a trained model share this: sample.py, evaluate.py, export.py
 is model.pt, which a run writes at its end, or one of its checkpoints, state_step*.pt.
 """
 
+import pickle
 import sys
 import zlib
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import tiktoken
 import torch
 
+HELP = "file of weights, or a run's folder: its weights of the most steps (default: the newest)"
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import pack  # noqa: E402
@@ -33,44 +35,92 @@ def find(path, log_dir="logs"):
         return newest(log_dir)
     path = Path(path)
     if path.is_dir():
-        checkpoints = sorted(path.glob("state_step*.pt"))
-        found = [*checkpoints, *path.glob("model.pt")]
-        if not found:
-            raise RunError(f"{path} holds no weights: give a run's folder or a file")
-        path = found[-1]
+        return of_most_steps(path)
     if not path.is_file():
         raise RunError(f"{path} is not a file: give the weights of a run, logs/RUN/model.pt")
     return path
 
 
+def of_most_steps(folder):
+    """Return the weights in a run's folder that were trained for the most steps.
+    Of a checkpoint and model.pt after equally many steps, return model.pt, which has a val_loss."""
+    checkpoints = sorted(folder.glob("state_step*[0-9].pt"))  # the numbers are padded with zeros
+    final = folder / "model.pt"
+    if not (checkpoints or final.is_file()):
+        raise RunError(f"{folder} holds no weights: give a run's folder or a file")
+    if not checkpoints:
+        return final
+    steps = int(checkpoints[-1].stem.removeprefix("state_step"))
+    if final.is_file() and settings_of(read(final), final).num_iterations >= steps:
+        return final
+    return checkpoints[-1]
+
+
 def read(path):
     """Return what a file of weights holds, on the CPU. Raises RunError for any other file."""
+    fault = f"{path} is damaged, or no file that train_gpt2.py wrote"
     # bytes that end with the crc32 of those before always have this crc32
     if zlib.crc32(Path(path).read_bytes()) != 0x2144DF1C:
-        raise RunError(f"{path} is damaged, or no file that train_gpt2.py wrote")
-    return torch.load(path, map_location="cpu", weights_only=True)
+        raise RunError(fault)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError):
+        raise RunError(fault) from None
+
+
+def settings_of(state, path):
+    """Return the Hyperparameters of what a file of weights holds. Raises RunError if it has none,
+    or names so many layers that building the model would take minutes."""
+    known = Hyperparameters.__dataclass_fields__
+    try:
+        settings = state["hyperparameters"].items()
+        args = Hyperparameters(**{name: value for name, value in settings if name in known})
+    except (KeyError, TypeError, AttributeError, IndexError):
+        raise RunError(f"{path} holds no settings of a run of train_gpt2.py") from None
+    if args.n_layer > 1000:
+        raise RunError(
+            f"{path} has n_layer={args.n_layer} in its settings, and train_gpt2.py trains at most "
+            f"1000 layers: give the weights of a run"
+        )
+    return args
+
+
+def check_shapes(state, args, path):
+    """Raise RunError unless the file holds the weights of GPT(args), which takes no memory here."""
+    try:
+        with torch.device("meta"):
+            expected = {name: value.shape for name, value in GPT(args).state_dict().items()}
+    except RuntimeError as error:  # a size overflows
+        raise RunError(f"{path} has settings that no model can have: {error}") from None
+    found = {name: getattr(value, "shape", None) for name, value in state["model"].items()}
+    for name in [*expected, *found]:
+        if found.get(name) != expected.get(name):
+            shapes = [shape and tuple(shape) for shape in (found.get(name), expected.get(name))]
+            raise RunError(
+                f"{path} is of another model than this train_gpt2.py's: {name} has the shape "
+                f"{shapes[0]} instead of {shapes[1]}; use the train_gpt2.py of its run"
+            )
 
 
 def load(path, device="cpu", dtype=None):
     """Return (GPT in evaluation mode, its Hyperparameters, all that the file holds).
     dtype: of products; without it what training takes on this device."""
     state = read(path)
-    known = Hyperparameters.__dataclass_fields__
-    args = Hyperparameters(**{k: v for k, v in state["hyperparameters"].items() if k in known})
+    args = settings_of(state, path)
+    check_shapes(state, args, path)
     device = torch.device(device)
     gpt = GPT(args, dtype or product_dtype(args, device))
-    try:
-        gpt.load_state_dict(state["model"])
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise RunError(f"{path} is of another model than this train_gpt2.py's: {reason}") from None
+    gpt.load_state_dict(state["model"])
     return gpt.to(device).eval(), args, state
 
 
 def manifest_of(args):
     """Return the manifest that data/pack.py wrote beside a run's training data, {} if none."""
     path = ROOT / Path(args.train_files).parent / "manifest.json"
-    return pack.read_manifest(path)
+    try:
+        return pack.read_manifest(path)
+    except OverflowError:  # an infinite number
+        raise RunError(f"{path} is no manifest of a pack: move it away") from None
 
 
 class Bytes(pack.BytesEncoding):
