@@ -52,7 +52,10 @@ except ImportError:  # then a terminal shows lines instead of a progress bar
 
 # ---- Settings -----------------------------------------------------------------------------------
 class UserError(ValueError):
-    """A mistake that the user can fix. It is shown as one sentence, without a traceback."""
+    """A mistake that the user can fix. It is shown in one line, without a traceback."""
+
+    def __init__(self, message):
+        super().__init__(" ".join(message.split()))
 
 
 def setting(default, group, help, low=None, high=2**31 - 1):
@@ -1185,7 +1188,7 @@ def blaming(path):
     except (UserError, OSError, MemoryError):
         raise
     except Exception as error:
-        raise UserError(f"{path} is no checkpoint of this run: {first_line(error)}") from error
+        raise UserError(f"{path} is no checkpoint of this run: {error!r}") from error
 
 
 def check_state(state, path, args, log):
@@ -1223,14 +1226,25 @@ def load_run_state(path, state, gpt, optimizers, train_loader, log):
 def load_optimizer(optimizer, saved):
     """Load a saved state into an optimizer, which keeps its own learning rates.
 
-    Raises ValueError if a saved tensor has not the shape of its parameter.
+    Counters in the groups are restored. Raises ValueError if the state is of another optimizer.
     """
+    names = {
+        "AdamW": ("step", "exp_avg", "exp_avg_sq"),
+        "Muon": ("momentum_buffer",),
+        "Adagrad": ("step", "sum"),
+    }.get(type(optimizer).__name__, ())
     params = params_of(optimizer)
     for i, state in saved["state"].items():
-        for name in ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer"):
-            if name in state and state[name].shape != params[i].shape:
+        for name in names:
+            shape = () if name == "step" else params[i].shape
+            if state[name].shape != shape:
                 raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"]):
+    groups = optimizer.state_dict()["param_groups"]
+    for group, saved_group in zip(groups, saved["param_groups"]):
+        for name, value in group.items():
+            are_numbers = {type(value), type(saved_group[name])} <= {int, float}
+            if not are_numbers and saved_group[name] != value:
+                raise ValueError(f"{name} is {saved_group[name]}, not {value}")
         saved_group["lr"] = group["lr"]
         saved_group.pop("initial_lr", None)
     optimizer.load_state_dict(saved)
@@ -1257,11 +1271,6 @@ def resume(args, gpt, optimizers, train_loader, log):
     return state["step"]
 
 
-def first_line(error):
-    """Return the kind of an exception and the first line of its message."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
 # ---- Processes ----------------------------------------------------------------------------------
 def join_processes(args):
     """Join torchrun's processes, if there are any; return (rank, world_size, device).
@@ -1279,8 +1288,7 @@ def join_processes(args):
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nobody answers there
-            reason = first_line(error)
-            raise UserError(f"cannot join the processes of torchrun ({reason})") from None
+            raise UserError(f"cannot join the processes of torchrun ({error})") from None
         # After a restart by torchrun, the store still holds the keys of the earlier attempts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(attempt, store)
@@ -1528,17 +1536,17 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
     return val_loss
 
 
-def save_and_stop(reason, gpt, optimizers, train_loader, log, args):
+def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
     """Save a checkpoint of the last complete step and log why the run stops. Collective.
 
-    Raises UserError if the checkpoint cannot be written, or if the reason is a failure.
+    Raises UserError if the checkpoint cannot be written, or if it was not a signal but a failure.
     """
     step = train_loader.position // train_loader.tokens_per_step
     if not save_checkpoint(gpt, optimizers, train_loader, log, args):
         last = log.checkpoints[-1] if log.checkpoints else "step 0"
         raise UserError(f"stopped after step {step} without saving: all after {last} is lost")
-    if reason.failure:
-        raise UserError(f"stopped after step {step}, which is saved: {reason.failure}")
+    if failure:
+        raise UserError(f"stopped after step {step}, which is saved: {failure}")
     log(f"stopped by a signal after step {step}")
 
 
@@ -1569,7 +1577,8 @@ def main(args, stop=None):
     log.val_hash = val_hash
     result = all_gather_objects(log.result)[0]
     if result:
-        log(f"{log.path} is finished, nothing is left to do: {result}")
+        if rank == 0:  # not in the log, which ends with the result
+            print(f"{log.path} is finished, nothing is left to do: {result}")
         return None
     first_step = resume(args, gpt, optimizers, train_loader, log)
     log.header(args, gpt, optimizers, train_loader, val_loader)
@@ -1581,12 +1590,14 @@ def main(args, stop=None):
     seconds *= train_loader.tokens_per_step / val_loader.tokens_per_step
     seconds_left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
     log(f"about {seconds:.2g} s a step, {seconds_left} in all")
-    val_loss = None
+    failure = None
     try:
         val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop)
         log.summary(args, train_loader, gpt, val_loss)
-    except StopRequested as reason:
-        save_and_stop(reason, gpt, optimizers, train_loader, log, args)
+    except StopRequested as request:
+        val_loss, failure = None, request.failure
+    if failure is not None:
+        save_and_stop(failure, gpt, optimizers, train_loader, log, args)
     if dist.is_initialized():
         dist.destroy_process_group()
     return val_loss
