@@ -156,8 +156,8 @@ def test_holms_rule():
 @pytest.mark.parametrize(
     "arm, sentence",
     [
-        ("--ngrams=0", "must be `name: settings or a .diff`"),
-        ("best: --ngrams=0", "the name best is taken"),
+        ("--max_ngram=0", "must be `name: settings or a .diff`"),
+        ("best: --max_ngram=0", "the name best is taken"),
         ("empty:", "must name settings, --name=value, or a file that ends in .diff"),
         ("gone: no.diff", "no.diff is not a file"),
     ],

@@ -185,7 +185,7 @@ def test_the_hub_is_asked_only_where_its_shards_are_missing(hub, tiny, capsys):
 def test_a_hub_that_does_not_answer_is_a_fault(hub, tiny):
     hub.shutdown()
     hub.socket.close()
-    with pytest.raises(train_gpt2.RunError, match=r"00.bin does not answer \(Connect.+: set HTTPS"):
+    with pytest.raises(train_gpt2.UserError, match=r"00.bin does not answer \(Connect.+: set HTTPS"):
         check.check_hub()
 
 
@@ -221,7 +221,7 @@ def printed(gpt, optimizers, world_size):
 
 @pytest.mark.parametrize("ngrams", [0, 3])
 def test_the_table_has_every_parameter_once_with_its_optimizer(ngrams, tiny):
-    args = Hyperparameters(**tiny, ngrams=ngrams, ngram_rows=100)
+    args = Hyperparameters(**tiny, max_ngram=ngrams, ngram_rows=100)
     gpt = GPT(args)
     rows, others = printed(gpt, train_gpt2.build_optimizers(gpt, args, 0, 2), 2)
     matrices = [("attn.c_q", (16, 16)), ("attn.c_k", (16, 16)), ("attn.c_v", (16, 16))]
@@ -354,7 +354,7 @@ def test_a_table_of_ngrams_takes_about_as_much_more_memory_as_estimated(processe
 
 
 def test_gradients_of_a_table_are_of_the_rows_looked_up_until_ranks_sum_them(tiny):
-    args = Hyperparameters(**tiny, ngrams=3, ngram_rows=1000)
+    args = Hyperparameters(**tiny, max_ngram=3, ngram_rows=1000)
     gpt = GPT(args)
     inputs = torch.randint(64, (args.batch_size, args.sequence_length))
     gpt(inputs, inputs).backward()
@@ -377,7 +377,7 @@ def test_the_advice_is_the_largest_batch_that_fits(tiny, monkeypatch):
         (needs[1] - 1, "take a smaller model"),
     ):
         monkeypatch.setattr(check, "free_memory", lambda device, free=free: free)
-        with pytest.raises(train_gpt2.RunError, match=sentence):
+        with pytest.raises(train_gpt2.UserError, match=sentence):
             check.check_memory(args, *model, CPU, 1)
     monkeypatch.setattr(check, "free_memory", lambda device: needs[768] + 1)
     check.check_memory(args, *model, CPU, 1)

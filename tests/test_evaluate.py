@@ -20,7 +20,7 @@ import pytest
 import torch
 import weights
 from conftest import ROOT, SHARED_DATA, write_shard
-from evaluate import RunError
+from evaluate import UserError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,7 +75,7 @@ def plain(tmp_path_factory):
 @pytest.fixture(scope="module")
 def with_pieces(tmp_path_factory):
     """The folder of a run with n-grams and a key offset."""
-    pieces = dict(ngrams=3, ngram_rows=997, key_offset=1)
+    pieces = dict(max_ngram=3, ngram_rows=997, key_shift=1)
     return train(tmp_path_factory.mktemp("pieces"), **pieces)
 
 
@@ -248,7 +248,7 @@ def test_gpt2_tokens_have_the_bytes_of_their_text(tmp_path, capsys, monkeypatch)
     assert [(encoding.decode(row.tolist()), start) for row, start in rows] == [
         ("A man sits.", 2), ("A man is", 2)]  # fmt: skip
     write_shard(tmp_path / "b.bin", [50256, 50300])  # padding of the vocabulary
-    with pytest.raises(RunError, match="holds id 50300, which the encoding gpt2 has not"):
+    with pytest.raises(UserError, match="holds id 50300, which the encoding gpt2 has not"):
         run(capsys, path, tmp_path / "b.bin")
 
 
@@ -461,10 +461,10 @@ def test_hellaswag_comes_from_the_hub_once(hub, wide, tmp_path):
 
 def test_a_hub_without_the_right_file_is_one_sentence(hub, wide, capsys):
     repository, revision, name = re.fullmatch(r"(.+)@([0-9a-f]{40}):(.+)", evaluate.SOURCE).groups()
-    with pytest.raises(RunError, match=r"does not come from .*404.*127.*--hellaswag_file"):
+    with pytest.raises(UserError, match=r"does not come from .*404.*127.*--hellaswag_file"):
         run(capsys, wide[0], "--hellaswag")
     hub.files[f"/datasets/{repository}/resolve/{revision}/{name}"] = b"PAR1 of something else"
-    with pytest.raises(RunError, match=f"has not sha256 {evaluate.SHA256}: delete it"):
+    with pytest.raises(UserError, match=f"has not sha256 {evaluate.SHA256}: delete it"):
         run(capsys, wide[0], "--hellaswag")
 
 
@@ -481,7 +481,7 @@ def test_parquet_rows_are_items_too(tmp_path, monkeypatch):
         write_items(tmp_path / "h.jsonl", ITEMS)
         assert evaluate.read_items(path) == evaluate.read_items(tmp_path / "h.jsonl")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(RunError, match=r"validation.parquet needs a package: .* pip install pyarr"):
+    with pytest.raises(UserError, match=r"validation.parquet needs a package: .* pip install pyarr"):
         evaluate.read_items(path)
 
 
@@ -510,7 +510,7 @@ def test_what_cannot_be_measured_is_one_sentence(tmp_path, capsys, monkeypatch):
         "large.bin": r"large\.bin holds id 300, but vocab_size=257",
         "one.bin": r"one\.bin holds one token: nothing is left to predict",
     }.items():
-        with pytest.raises(RunError, match=sentence):
+        with pytest.raises(UserError, match=sentence):
             run(capsys, path, tmp_path / "a.txt", tmp_path / name)
         assert capsys.readouterr().out == ""  # before anything is measured
     for argument, sentence in {
@@ -526,19 +526,19 @@ def test_what_cannot_be_measured_is_one_sentence(tmp_path, capsys, monkeypatch):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             run(capsys, path, tmp_path / "a.txt", argument, *asked)
     small = blank(tmp_path, vocab_size=128)
-    with pytest.raises(RunError, match="bytes does not fit vocab_size=128: give the --encoding"):
+    with pytest.raises(UserError, match="bytes does not fit vocab_size=128: give the --encoding"):
         run(capsys, small, tmp_path / "a.txt", "--encoding=bytes")
     (tmp_path / "a.pt").write_bytes(b"a")
-    with pytest.raises(RunError, match="damaged, or no file"):
+    with pytest.raises(UserError, match="damaged, or no file"):
         run(capsys, tmp_path / "a.pt", tmp_path / "a.txt")
 
 
 def test_validation_data_that_are_gone_or_fewer_are_one_sentence(tmp_path, capsys):
     path = blank(tmp_path, val_files=f"{tmp_path}/val_*.bin", val_tokens=32)
-    with pytest.raises(RunError, match="no data at"):
+    with pytest.raises(UserError, match="no data at"):
         run(capsys, path)
     write_shard(tmp_path / "val_0.bin", range(32))
-    with pytest.raises(RunError, match="holds 32 tokens, too few for the run's val_tokens=32"):
+    with pytest.raises(UserError, match="holds 32 tokens, too few for the run's val_tokens=32"):
         run(capsys, path)
     write_shard(tmp_path / "val_1.bin", [7])
     assert loss_of(run(capsys, path)[f"{tmp_path}/val_*.bin"]) == (32, round(math.log(257), 4))
@@ -564,19 +564,19 @@ def test_validation_data_that_are_gone_or_fewer_are_one_sentence(tmp_path, capsy
 def test_what_is_no_item_is_one_sentence(line, tmp_path):
     path = write_items(tmp_path / "h.jsonl", ITEMS)
     path.write_bytes(path.read_bytes() + b"\n" + line)
-    with pytest.raises(RunError, match=r"h\.jsonl:5 is no item of HellaSwag"):
+    with pytest.raises(UserError, match=r"h\.jsonl:5 is no item of HellaSwag"):
         evaluate.read_items(path)
 
 
 def test_items_that_are_too_few_or_of_another_vocabulary_are_one_sentence(tmp_path, capsys):
     path = write_items(tmp_path / "h.jsonl", ITEMS)
     arguments = f"--hellaswag_file={path}", "--encoding=bytes"
-    with pytest.raises(RunError, match="--hellaswag=4: there are 3 items"):
+    with pytest.raises(UserError, match="--hellaswag=4: there are 3 items"):
         run(capsys, blank(tmp_path), *arguments, "--hellaswag=4")
-    with pytest.raises(RunError, match=r"HellaSwag holds id \d+ in the encoding bytes, but the"):
+    with pytest.raises(UserError, match=r"HellaSwag holds id \d+ in the encoding bytes, but the"):
         run(capsys, blank(tmp_path, vocab_size=100), *arguments)
     path.write_text("")
-    with pytest.raises(RunError, match="is empty: give HellaSwag's validation split"):
+    with pytest.raises(UserError, match="is empty: give HellaSwag's validation split"):
         run(capsys, blank(tmp_path), *arguments)
 
 

@@ -38,7 +38,7 @@ from train_gpt2 import GPT, Hyperparameters, Log, main, write_checkpoint
 
 TEXT = "for i in range(10):\n    print(i)\n" * 200
 T = 32  # sequence_length
-PIECES = dict(ngrams=3, ngram_rows=997, key_offset=1, logit_softcap=15.0)
+PIECES = dict(max_ngram=3, ngram_rows=997, key_shift=1, logit_softcap=15.0)
 many = settings(deadline=None, max_examples=200)
 
 
@@ -307,11 +307,11 @@ def test_a_model_with_pieces_has_no_cache(model, pieces_model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("ngrams, key_offset", [(1, 0), (2, 0), (0, 1), (6, 3)])
-def test_pieces_of_any_size_at_any_length(ngrams, key_offset, tmp_path):
+@pytest.mark.parametrize("ngrams, key_shift", [(1, 0), (2, 0), (0, 1), (6, 3)])
+def test_pieces_of_any_size_at_any_length(ngrams, key_shift, tmp_path):
     """Also of sequences that are shorter than an n-gram or the offset, with and without padding."""
     shape = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=8, sequence_length=9, ngram_rows=61)
-    shape.update(ngrams=ngrams, key_offset=key_offset)
+    shape.update(max_ngram=ngrams, key_shift=key_shift)
     gpt = GPT(Hyperparameters(**shape))
     for p in gpt.parameters():
         torch.nn.init.normal_(p, std=0.5, generator=torch.Generator().manual_seed(p.numel()))

@@ -234,7 +234,7 @@ def test_collectives_are_those_of_a_step(world_size):
 def test_a_table_of_ngrams_moves_its_rows():
     """Forward reads rows and writes sums; backward the reverse; the rows' gradients are added."""
     rates = plan.Rates(1e99, 1e99, 1.0 / plan.STREAM, 0.0, 0.0)  # 1 byte/s
-    args = dataclasses.replace(SMALL, ngrams=4)
+    args = dataclasses.replace(SMALL, max_ngram=4)
     sums, rows = 4 * 100 * args.n_embd, 4 * 3 * 100 * args.n_embd
     assert plan.table_seconds(args, rates, 100, 1) == pytest.approx(3 * rows + 2 * sums)
     assert plan.table_seconds(SMALL, rates, 100, 1) == 0
@@ -282,7 +282,7 @@ def test_a_collective_that_nobody_awaits_takes_no_time():
 # ---- the page ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ngrams", [0, 3])
 def test_the_parts_add_up_to_the_step(ngrams, capsys):
-    more = [f"--ngrams={ngrams}", "--ngram_rows=1000", f"--key_offset={ngrams // 3}"]
+    more = [f"--max_ngram={ngrams}", "--ngram_rows=1000", f"--key_shift={ngrams // 3}"]
     place = ["--device=H200", "--world_size=3"]
     assert plan.main([*FIELDS, "--vocab_size=96", *more, *place]) == 0
     printed = capsys.readouterr().out
@@ -313,7 +313,7 @@ BAD = [
     "--measure",
     "--batch=64",
     "--n_layer=0",
-    "--record7 --ngrams=2",
+    "--record7 --max_ngram=2",
 ]
 
 

@@ -260,7 +260,7 @@ def test_mfu_of_a_gpus_log(tmp_path):
     # 32 tokens in 7 ms, on two GPUs
     expected = per_token * 32 / 0.007 / (2 * runlog.PEAK_FLOPS["NVIDIA H200"])
     assert run.mfu == pytest.approx(expected)
-    more = runlog.read(write_log(tmp_path / "c.txt", **gpu, ngrams=3, ngram_rows=64))
+    more = runlog.read(write_log(tmp_path / "c.txt", **gpu, max_ngram=3, ngram_rows=64))
     table = 6 * 64 * 16  # of the parameters above, only looked up
     assert more.mfu / run.mfu == pytest.approx(1 - table / per_token)
     for change in {"products": "torch.float32"}, {"device": "NVIDIA Unknown"}:
@@ -269,7 +269,7 @@ def test_mfu_of_a_gpus_log(tmp_path):
 
 def test_a_table_of_ngrams_is_no_flops():
     settings = dict(vocab_size=64, n_layer=2, n_head=2, n_embd=16)
-    args = [Hyperparameters(**settings, ngrams=n, ngram_rows=1000) for n in (0, 3)]
+    args = [Hyperparameters(**settings, max_ngram=n, ngram_rows=1000) for n in (0, 3)]
     without, table = (runlog.flops_per_token(GPT(each), each) for each in args)
     assert without == table
 

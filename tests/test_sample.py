@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt2
-from train_gpt2 import GPT, Hyperparameters, RunError, main
+from train_gpt2 import GPT, Hyperparameters, UserError, main
 
 TEXT = "for i in range(10):\n    print(i)\n" * 200
 
@@ -47,7 +47,7 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def with_pieces(tmp_path_factory):
     """As trained, of a run with n-grams and a key offset."""
-    pieces = dict(ngrams=3, ngram_rows=997, key_offset=1)
+    pieces = dict(max_ngram=3, ngram_rows=997, key_shift=1)
     return train(tmp_path_factory.mktemp("pieces"), **pieces)
 
 
@@ -155,7 +155,7 @@ def test_gpt2_tokens_are_sampled_below_the_padding(tmp_path, monkeypatch):
 )
 def test_refusals(arguments, sentence, monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(RunError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         sample.main(arguments)
 
 
@@ -163,7 +163,7 @@ def test_other_encodings_are_refused(trained):
     if not SHARED_DATA.is_dir():
         pytest.skip("GPT-2's vocabulary is not beside this clone")
     os.environ["TIKTOKEN_CACHE_DIR"] = str(SHARED_DATA / "tiktoken_cache")
-    with pytest.raises(RunError, match="the encoding gpt2 does not fit"):
+    with pytest.raises(UserError, match="the encoding gpt2 does not fit"):
         written(trained, "--encoding=gpt2")
 
 
@@ -174,7 +174,7 @@ def test_weights_of_another_model_are_refused_in_a_sentence(trained, monkeypatch
             self.extra = torch.nn.Parameter(torch.zeros(3))
 
     monkeypatch.setattr(weights, "GPT", Wider)
-    with pytest.raises(RunError, match="is of another model than this"):
+    with pytest.raises(UserError, match="is of another model than this"):
         written(trained)
 
 
@@ -192,7 +192,7 @@ def saved(state, path):
         ({"n_layer": 1000}, "is of another model than this"),
         ({"n_embd": 2**30}, "has settings that no model can have"),
         ({"n_embd": 2**20}, "is of another model than this"),
-        ({"vocab_size": 2**30, "ngrams": 2, "ngram_rows": 2**30}, "is of another model than this"),
+        ({"vocab_size": 2**30, "max_ngram": 2, "ngram_rows": 2**30}, "is of another model than this"),
         ({"n_layer": "1"}, "holds no settings of a run"),
         ({"n_head": -1}, "n_head=-1 must be a number"),
         (None, "holds no settings of a run"),
@@ -203,7 +203,7 @@ def test_fault_14_foreign_weights_are_refused_at_once(changes, sentence, trained
     settings = None if changes is None else {**state["hyperparameters"], **changes}
     path = saved({**state, "hyperparameters": settings}, tmp_path / "model.pt")
     start = time.perf_counter()
-    with pytest.raises(RunError, match=sentence) as refused:
+    with pytest.raises(UserError, match=sentence) as refused:
         written(trained, f"--weights={path}")
     assert time.perf_counter() - start < 10 and "\n" not in str(refused.value)
 
@@ -211,7 +211,7 @@ def test_fault_14_foreign_weights_are_refused_at_once(changes, sentence, trained
 @pytest.mark.parametrize("content", [{"a": 1}, [1], "x"])
 def test_fault_14_another_file_with_a_checksum_is_refused(content, tmp_path):
     path = saved(content, tmp_path / "model.pt")
-    with pytest.raises(RunError, match="holds no settings of a run"):
+    with pytest.raises(UserError, match="holds no settings of a run"):
         weights.load(path)
 
 

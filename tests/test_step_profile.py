@@ -141,7 +141,7 @@ def test_a_step_asks_for_signals_as_training_does(fields):
     step_profile.train_steps(run, 1, Phases())
     assert len(asked) == 6  # before each micro-batch
     run.stop = lambda: True
-    with pytest.raises(train_gpt2.RunError, match="stopped by a signal"):
+    with pytest.raises(train_gpt2.UserError, match="stopped by a signal"):
         step_profile.train_steps(run, 1, Phases())
 
 

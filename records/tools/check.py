@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 from shards import file_sha256  # noqa: E402
 
 import train_gpt2  # noqa: E402
-from train_gpt2 import RunError  # noqa: E402
+from train_gpt2 import UserError  # noqa: E402
 
 FINEWEB = json.loads((ROOT / "data" / "fineweb.json").read_text())
 
@@ -49,7 +49,7 @@ class Checks:
             text, result = function(*arguments)
         except Exception as error:
             sentence = str(error)
-            if not isinstance(error, (RunError, OSError)):
+            if not isinstance(error, (UserError, OSError)):
                 sentence = f"{type(error).__name__}: {error}".splitlines()[0]
             self.faults.append(f"{name}: {sentence}")
             text, result = f"FAILED, {sentence}", None
@@ -64,7 +64,7 @@ class Checks:
                 print(*self.faults, sep="\n", file=sys.stderr)
             return self.faults
         try:
-            of_ranks = train_gpt2.gathered(self.faults)
+            of_ranks = train_gpt2.all_gather_objects(self.faults)
         except RuntimeError as error:
             return [*self.faults, f"processes: rank {self.rank} lost the others: {error}"]
         lines = []
@@ -113,7 +113,7 @@ def check_products(args, device):
         y = (x @ x)[0, 0].item()
         best = min(best, time.perf_counter() - start)
     if not abs(y) < 1e6:
-        raise RunError(f"a product of random matrices is {y}: this device errs")
+        raise UserError(f"a product of random matrices is {y}: this device errs")
     slow = args.dtype == "auto" and dtype == torch.float32
     why = ", for this CPU has no bf16 instructions" if slow else ""
     return f"{dtype}, {2 * 1024**3 / best / 1e9:,.0f} GFLOP/s{why}", dtype
@@ -130,9 +130,9 @@ def check_compiler(args, device):
     except Exception as error:
         cause = str(error).splitlines()[0]
         fix = "install g++ and Python.h, or pass --compile=False"
-        raise RunError(f"torch.compile fails ({cause}): {fix}") from None
+        raise UserError(f"torch.compile fails ({cause}): {fix}") from None
     if result != 10000:
-        raise RunError(f"torch.compile computes {result} instead of 10000")
+        raise UserError(f"torch.compile computes {result} instead of 10000")
     return f"works, {time.perf_counter() - start:.1f} s for a small graph", None
 
 
@@ -147,7 +147,7 @@ def all_reduce_ms(ones, world_size):
         found = buffer[0].item()
         seconds.append(time.perf_counter() - start)
         if not (buffer == world_size).all():
-            raise RunError(f"an all_reduce of ones gives {found} instead of {world_size}")
+            raise UserError(f"an all_reduce of ones gives {found} instead of {world_size}")
     return 1000 * min(seconds[1:])
 
 
@@ -192,7 +192,7 @@ def check_hub():
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         fix = "set HTTPS_PROXY, or HF_ENDPOINT to a mirror, or copy the shards from elsewhere"
-        raise RunError(f"{url} does not answer ({cause}): {fix}") from None
+        raise UserError(f"{url} does not answer ({cause}): {fix}") from None
     return f"{url} has {size / 1e6:.0f} MB, data/fineweb.py can fetch it", None
 
 
@@ -215,7 +215,7 @@ def check_shards(loaders, rank, world_size):
     with ThreadPoolExecutor() as pool:
         for path, sha256 in zip(mine, pool.map(file_sha256, mine)):
             if sha256 != expected[path]:
-                raise RunError(f"{path} has another sha256 than noted: fetch or pack it again")
+                raise UserError(f"{path} has another sha256 than noted: fetch or pack it again")
     return f"{len(noted)} as noted, {len(paths) - len(noted)} nowhere noted", None
 
 
@@ -324,7 +324,7 @@ def gradient_values(args, gpt, world_size):
     if gpt.ngrams:
         table = gpt.ngrams.weight.numel()
         tokens = args.batch_size // world_size * args.sequence_length
-        looked_up = tokens * (args.ngrams - 1) * args.n_embd
+        looked_up = tokens * (args.max_ngram - 1) * args.n_embd
     return weights - table + looked_up, (table + weights) * (world_size > 1)
 
 
@@ -381,7 +381,7 @@ def check_memory(args, gpt, optimizers, device, world_size):
     while need > free and micro > 1:
         micro, need = needed(micro - 1)
     fix = "a smaller model" if need > free else f"--device_batch_size={micro}"
-    raise RunError(f"{text}: take {fix}")
+    raise UserError(f"{text}: take {fix}")
 
 
 def check_disk(args, gpt, optimizers, world_size):
@@ -397,7 +397,7 @@ def check_disk(args, gpt, optimizers, world_size):
     text = f"{free / 2**30:.1f} GiB free in {folder}, a checkpoint takes {size / 2**30:.2f}"
     if needed > free:
         fix = "free some or pass another --log_dir"
-        raise RunError(f"{text}, {needed / 2**30:.1f} are needed: {fix}")
+        raise UserError(f"{text}, {needed / 2**30:.1f} are needed: {fix}")
     return text, None
 
 

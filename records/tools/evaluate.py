@@ -51,7 +51,7 @@ with packages():
     from torch.nn.utils.rnn import pad_sequence
     from tqdm import tqdm
 
-    from train_gpt2 import DistributedDataLoader, RunError
+    from train_gpt2 import DistributedDataLoader, UserError
 
 PASS_TOKENS = 2**13  # of a forward pass over windows
 PASS_LOGITS = 2**26  # of a forward pass over endings: 256 MB in float32
@@ -149,15 +149,15 @@ class Text:
 
     def __post_init__(self):
         if len(self.tokens) < 2:
-            raise RunError(f"{self.name} holds one token: nothing is left to predict")
+            raise UserError(f"{self.name} holds one token: nothing is left to predict")
 
 
 def encode(text, name, encoding, vocab_size):
-    """Return the tokens of a text, a list. Raises RunError for ids that the model has not."""
+    """Return the tokens of a text, a list. Raises UserError for ids that the model has not."""
     tokens = encoding.encode_ordinary(text)
     largest = max(tokens)
     if largest >= vocab_size:
-        raise RunError(
+        raise UserError(
             f"{name} holds id {largest} in the encoding {encoding.name}, but the model has "
             f"vocab_size={vocab_size}: give the --encoding of its data"
         )
@@ -165,15 +165,15 @@ def encode(text, name, encoding, vocab_size):
 
 
 def read_text(content, name, encoding, vocab_size):
-    """Return the tokens, (N,) int32, of a text as bytes. Raises RunError if it is none."""
+    """Return the tokens, (N,) int32, of a text as bytes. Raises UserError if it is none."""
     if not content:
-        raise RunError(f"{name} is empty: give a text")
+        raise UserError(f"{name} is empty: give a text")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise RunError(f"{name} is not UTF-8 (at byte {error.start}): give a text") from None
+        raise UserError(f"{name} is not UTF-8 (at byte {error.start}): give a text") from None
     if encoding.eot_token >= vocab_size:
-        raise RunError(
+        raise UserError(
             f"the encoding {encoding.name} does not fit vocab_size={vocab_size}: give the "
             f"--encoding of the model's data"
         )
@@ -182,7 +182,7 @@ def read_text(content, name, encoding, vocab_size):
 
 
 def read_shards(pattern, args, limit=math.inf):
-    """Return up to limit + 1 tokens of the shards of a glob, (N,) int32. RunError: bad shards."""
+    """Return up to limit + 1 tokens of the shards of a glob, (N,) int32. UserError: bad shards."""
     cpu = torch.device("cpu")
     loader = DistributedDataLoader(pattern, 1, args.sequence_length, 0, 1, cpu, args.vocab_size)
     tokens = loader.read(0, min(limit + 1, loader.total_tokens))
@@ -198,25 +198,25 @@ def is_shard(path):
 
 
 def read_input(given, args, encoding):
-    """Return the tokens, (N,) int32, of what the command line names. RunError if it is nothing."""
+    """Return the tokens, (N,) int32, of what the command line names. UserError if it is nothing."""
     if given == "-":
         return read_text(sys.stdin.buffer.read(), "standard input", encoding, args.vocab_size)
     if not Path(given).is_file():
-        raise RunError(f"{given} is not a file: name texts, shards, or - for standard input")
+        raise UserError(f"{given} is not a file: name texts, shards, or - for standard input")
     if is_shard(given):
         return read_shards(glob.escape(given), args)
     return read_text(Path(given).read_bytes(), given, encoding, args.vocab_size)
 
 
 def text_bytes(tokens, encoding, name):
-    """Return how many bytes of text tokens, (N,) int, stand for. RunError: not of the encoding."""
+    """Return how many bytes of text tokens, (N,) int, stand for. UserError: not of the encoding."""
     total = 0
     for token, count in enumerate(torch.bincount(tokens).tolist()):
         if count and token != encoding.eot_token:
             try:
                 total += count * len(encoding.decode_single_token_bytes(token))
             except (KeyError, ValueError):
-                raise RunError(
+                raise UserError(
                     f"{name} holds id {token}, which the encoding {encoding.name} has not: give "
                     f"the --encoding of its tokens"
                 ) from None
@@ -257,21 +257,21 @@ class Item:
 
 
 def fetch(source):
-    """Return the path of REPOSITORY@REVISION:FILE, downloaded once. RunError where that fails."""
+    """Return the path of REPOSITORY@REVISION:FILE, downloaded once. UserError where that fails."""
     parts = re.fullmatch(r"([^@]+)@([^:]+):(.+)", source)
     if not parts:
-        raise RunError(f"--hellaswag_source={source} must be REPOSITORY@REVISION:FILE")
+        raise UserError(f"--hellaswag_source={source} must be REPOSITORY@REVISION:FILE")
     repository, revision, name = parts.groups()
     try:
         path = hf_hub_download(repository, name, repo_type="dataset", revision=revision)
     except (HTTPError, OSError, ValueError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise RunError(
+        raise UserError(
             f"{name} of {repository} does not come from {constants.ENDPOINT} ({reason}): check "
             f"the network and HF_ENDPOINT, or give your copy as --hellaswag_file"
         ) from None
     if source == SOURCE and file_sha256(path) != SHA256:
-        raise RunError(f"{path} has not sha256 {SHA256}: delete it, to fetch it again")
+        raise UserError(f"{path} has not sha256 {SHA256}: delete it, to fetch it again")
     return Path(path)
 
 
@@ -283,12 +283,12 @@ def read_lines(path):
         from pyarrow import parquet
     except ImportError:
         fix = f"{sys.executable} -m pip install pyarrow"
-        raise RunError(f"{path.name} needs a package: {fix}") from None
+        raise UserError(f"{path.name} needs a package: {fix}") from None
     return parquet.read_table(path).to_pylist()
 
 
 def read_items(path):
-    """Return the Items of a file. Raises RunError for one with anything else."""
+    """Return the Items of a file. Raises UserError for one with anything else."""
     items = []
     for number, line in enumerate(read_lines(path), start=1):
         try:
@@ -296,19 +296,19 @@ def read_items(path):
                 row = line if isinstance(line, dict) else json.loads(line)
                 items.append(Item(row["ctx"], row["endings"], row["label"]))
         except (ValueError, TypeError, KeyError):
-            raise RunError(
+            raise UserError(
                 f"{path}:{number} is no item of HellaSwag, which has ctx, endings and label, as in "
                 f"the validation split: the test split has no labels"
             ) from None
     if not items:
-        raise RunError(f"{path} is empty: give HellaSwag's validation split")
+        raise UserError(f"{path} is empty: give HellaSwag's validation split")
     return items
 
 
 def evenly(items, count):
-    """Return `count` of the items, evenly spaced; 0: all. Raises RunError for more than all."""
+    """Return `count` of the items, evenly spaced; 0: all. Raises UserError for more than all."""
     if count > len(items):
-        raise RunError(f"--hellaswag={count}: there are {len(items)} items")
+        raise UserError(f"--hellaswag={count}: there are {len(items)} items")
     count = count or len(items)
     return [items[i * len(items) // count] for i in range(count)]
 
@@ -380,14 +380,14 @@ def parse_args(argv):
     for name, least in dict(stride=1, tokens=1, hellaswag=0).items():
         value = getattr(options, name)
         if value is not None and not least <= value < 2**31:
-            raise RunError(f"--{name}={value} must be a number from {least} to 2**31 - 1")
+            raise UserError(f"--{name}={value} must be a number from {least} to 2**31 - 1")
     return options
 
 
 def choose_device(name):
-    """Return the device of this name. Raises RunError for cuda without a GPU."""
+    """Return the device of this name. Raises UserError for cuda without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise RunError("--device=cuda: no GPU is visible; give --device=cpu")
+        raise UserError("--device=cuda: no GPU is visible; give --device=cpu")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
@@ -407,7 +407,7 @@ def validation_tokens(args):
     """Return the tokens, (val_tokens + 1,) int32, on which the run was validated."""
     tokens = read_shards(str(ROOT / args.val_files), args, args.val_tokens)
     if len(tokens) <= args.val_tokens:
-        raise RunError(
+        raise UserError(
             f"{args.val_files!r} holds {len(tokens)} tokens, too few for the run's "
             f"val_tokens={args.val_tokens}: restore its shards"
         )
@@ -457,7 +457,7 @@ def main(argv):
     T = args.sequence_length
     stride = options.stride or T
     if stride > T:
-        raise RunError(f"--stride={stride} must be at most the model's sequence_length={T}")
+        raise UserError(f"--stride={stride} must be at most the model's sequence_length={T}")
     encoding = choose_encoding(options, args)
     own_data = not options.texts and options.hellaswag is None
     validation = validation_tokens(args) if own_data else None

@@ -33,9 +33,9 @@ class GPT2SpeedrunConfig(PretrainedConfig):
         n_head=6,  # attention heads
         n_embd=768,  # channels
         sequence_length=1024,  # tokens that the model sees at most: those of its training
-        ngrams=0,  # a table adds a row to the embedding for each n-gram of 2 to so many tokens
+        max_ngram=0,  # a table adds a row to the embedding for each n-gram of 2 to so many tokens
         ngram_rows=2**18,  # of that table; n-grams share them by their hash
-        key_offset=0,  # positions from a key to its value
+        key_shift=0,  # positions from a key to its value
         logit_softcap=0.0,  # s: logits z become s tanh(z / s); 0: they stay
         use_cache=True,
         **others,
@@ -47,7 +47,7 @@ class GPT2SpeedrunConfig(PretrainedConfig):
         self.sequence_length = sequence_length
         self.ngrams = ngrams
         self.ngram_rows = ngram_rows
-        self.key_offset = key_offset
+        self.key_shift = key_shift
         self.logit_softcap = logit_softcap
         self.use_cache = use_cache and self.can_cache
         super().__init__(**others)
@@ -55,7 +55,7 @@ class GPT2SpeedrunConfig(PretrainedConfig):
     @property
     def can_cache(self):
         """Whether keys and values are all that later positions need of the earlier ones."""
-        return self.ngrams < 2 and not self.key_offset
+        return self.ngrams < 2 and not self.key_shift
 
 
 def norm(x):
@@ -115,7 +115,7 @@ class NgramTable(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.n_head, self.layer, self.key_offset = config.n_head, layer, config.key_offset
+        self.n_head, self.layer, self.key_shift = config.n_head, layer, config.key_shift
         self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_k = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -125,15 +125,15 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
     def offset(self, k, real):  # (B, H, T, D), bool (B, T) or None
-        """Give each position the key of key_offset positions before; zeros before the sequence."""
+        """Give each position the key of key_shift positions before; zeros before the sequence."""
         if real is not None:
             k = k.masked_fill(~real[:, None, :, None], 0)
-        return F.pad(k, (0, 0, self.key_offset, 0))[:, :, : k.size(2)]
+        return F.pad(k, (0, 0, self.key_shift, 0))[:, :, : k.size(2)]
 
     def forward(self, x, cos, sin, visible, real, cache):  # (B, T, C)
         q = rotate(norm(self.heads(self.c_q(x))), cos, sin)
         k = norm(self.heads(self.c_k(x)))
-        if self.key_offset:
+        if self.key_shift:
             k = self.offset(k, real)
         k = rotate(k, cos, sin)
         v = self.heads(self.c_v(x))

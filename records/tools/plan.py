@@ -283,12 +283,12 @@ def table_seconds(args, rates, tokens, micro_batches):
 
     Rows are read and summed a token, in backward written as a gradient, and read to be added up.
     """
-    if args.ngrams < 2:
+    if args.max_ngram < 2:
         return 0.0
     summed = 4 * tokens * args.n_embd
-    rows = summed * (args.ngrams - 1)
+    rows = summed * (args.max_ngram - 1)
     moved = (rows + summed) + (summed + rows) + rows
-    launches = micro_batches * (6 * (args.ngrams - 1) + 6)  # 6 for a hash; 6 for all, backward too
+    launches = micro_batches * (6 * (args.max_ngram - 1) + 6)  # 6 for a hash; 6 for all, backward too
     stream = 1.0 if rates.measured else STREAM
     return moved / rates.memory / stream + launches * rates.eager
 
@@ -327,9 +327,9 @@ def part_of(group, side, vocab_size):
 
 def planned(args, device="H100", world_size=1, budget=None, build=None, dtype=None):
     """Return the Plan of a step. build: returns another model, planned as PyTorch 2.5 compiles it,
-    without an online soft-max. RunError: sizes that do not divide."""
+    without an online soft-max. UserError: sizes that do not divide."""
     if args.batch_size % world_size:
-        raise train_gpt2.RunError(f"world_size={world_size} must divide {args.batch_size}")
+        raise train_gpt2.UserError(f"world_size={world_size} must divide {args.batch_size}")
     where = torch.device("cpu" if device == "cpu" else "cuda")
     dtype = dtype or train_gpt2.product_dtype(args, where)
     local = args.batch_size // world_size
@@ -350,7 +350,7 @@ def planned(args, device="H100", world_size=1, budget=None, build=None, dtype=No
         parts[part] += seconds_of(group, rates) * (local // micro)
     rest, sent, memory = rest_of_step(args, rates, world_size, dtype)
     # a table's gradients of further micro-batches are not added, but put beside the first
-    table = 4 * args.ngram_rows * args.n_embd if args.ngrams > 1 else 0
+    table = 4 * args.ngram_rows * args.n_embd if args.max_ngram > 1 else 0
     added = (local // micro - 1) * 3 * (memory["weights"] - table)  # of further micro-batches
     parts["gradient accumulation"] = added / rates.memory / STREAM
     parts["n-grams"] = table_seconds(args, rates, local * args.sequence_length, local // micro)
@@ -452,10 +452,10 @@ def measured(args):
 
 
 def parse(argv):
-    """Return (options of this tool, Hyperparameters). Raises RunError for what cannot be."""
+    """Return (options of this tool, Hyperparameters). Raises UserError for what cannot be."""
 
     def refuse(message):
-        raise train_gpt2.RunError(message)
+        raise train_gpt2.UserError(message)
 
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
@@ -475,7 +475,7 @@ def parse(argv):
     if own.measure and own.device != "cpu":
         refuse("--measure needs --device=cpu")
     args = train_gpt2.parse_args(rest)
-    if own.record7 and (args.ngrams or args.key_offset or args.logit_softcap):
+    if own.record7 and (args.max_ngram or args.key_shift or args.logit_softcap):
         refuse("--record7 has no n-grams, key offset or soft-cap: set them to 0")
     return own, args
 

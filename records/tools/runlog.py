@@ -34,7 +34,7 @@ RESUMABLE |= {"target_val_loss", "save_every", "keep_checkpoints", "resume", "lo
 RESUMABLE |= {"device", "device_batch_size", "compile", "comm_timeout"}
 # what a script does that lacks a setting: these once could be chosen, or can be since
 IMPLIED = {"muon_coefficients": "quintic", "attention": "auto", "dtype": "auto"}
-IMPLIED |= {"ngrams": 0, "ngram_rows": 2**18, "key_offset": 0, "logit_softcap": 0.0}
+IMPLIED |= {"max_ngram": 0, "ngram_rows": 2**18, "key_shift": 0, "logit_softcap": 0.0}
 
 
 def flops(parameters, n_layer, n_embd, sequence_length):

@@ -21,12 +21,12 @@ with packages():
     import weights
 
     import train_gpt2
-    from train_gpt2 import RunError
+    from train_gpt2 import UserError
 
 
-def of_last_position(logits_of):
-    """Return logits_of for the last position alone, which is all that sampling needs."""
-    return lambda x, *others: logits_of(x[:, -1:], *others)
+def of_last_position(compute_logits):
+    """Return compute_logits for the last position alone, which is all that sampling needs."""
+    return lambda x, *others: compute_logits(x[:, -1:], *others)
 
 
 def pick(logits, temperature, top_k, generator):
@@ -46,7 +46,7 @@ def generate(gpt, tokens, count, choose, T, n_vocab):
     """Yield up to `count` ids that follow tokens, a list: each by choose(logits (n_vocab,))."""
     tokens = list(tokens)
     device = gpt.lm_head.weight.device
-    with mock.patch.object(train_gpt2, "logits_of", of_last_position(train_gpt2.logits_of)):
+    with mock.patch.object(train_gpt2, "compute_logits", of_last_position(train_gpt2.compute_logits)):
         for _ in range(count):
             inputs = torch.tensor([tokens[-T:]], device=device)
             logits = gpt(inputs)[0, -1, :n_vocab]  # the rest of the vocabulary is padding
@@ -89,7 +89,7 @@ def parse_args(argv):
     for name, least in dict(tokens=1, number=1, temperature=0, top_k=0, seed=0).items():
         value = getattr(args, name)
         if not least <= value < 2**31:
-            raise RunError(f"--{name}={value} must be a number from {least} to 2**31 - 1")
+            raise UserError(f"--{name}={value} must be a number from {least} to 2**31 - 1")
     return args
 
 
@@ -99,7 +99,7 @@ def main(argv, output=sys.stdout):
     gpt, settings, _ = weights.load(path, args.device, torch.float32)
     encoding = weights.encoding_of(settings, args.encoding)
     if encoding.n_vocab > settings.vocab_size:
-        raise RunError(f"the encoding {encoding.name} does not fit {path}: give its --encoding")
+        raise UserError(f"the encoding {encoding.name} does not fit {path}: give its --encoding")
     prompt = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
     generator = torch.Generator().manual_seed(args.seed)
 

@@ -28,7 +28,7 @@ from check import device_name  # noqa: E402
 from runlog import PEAK_FLOPS, flops_per_token  # noqa: E402
 
 import train_gpt2  # noqa: E402
-from train_gpt2 import RunError  # noqa: E402
+from train_gpt2 import UserError  # noqa: E402
 
 PLAIN, TIMED, TRACED = 5, 5, 3  # steps; the first also makes the optimizers' states
 
@@ -106,7 +106,7 @@ def set_up(args, stop=lambda: False):
     """Return a run as train_gpt2.main makes it, compiled and warm, before its first step."""
     steps = PLAIN + TIMED + TRACED
     if args.num_iterations < steps:
-        raise RunError(f"num_iterations={args.num_iterations}: a profile takes {steps} steps")
+        raise UserError(f"num_iterations={args.num_iterations}: a profile takes {steps} steps")
     rank, world_size, device = train_gpt2.join_processes(args)
     train_loader, val_loader = train_gpt2.open_data(args, rank, world_size, device)
     torch.manual_seed(args.seed)
@@ -129,14 +129,14 @@ def train_steps(run, count, phases):
     loader, steps = run.train_loader, []
     for _ in range(count):
         phases.seconds = Counter()
-        scale = train_gpt2.lr_multiplier(loader.position // loader.window, run.args)
+        scale = train_gpt2.lr_multiplier(loader.position // loader.tokens_per_step, run.args)
         with record_function("step"), phases("other"):
             batch = loader.next_batch()
             result = train_gpt2.train_step(
                 run.gpt, run.optimizers, *batch, scale, run.args, run.stop
             )
             if result is None:
-                raise RunError("stopped by a signal")
+                raise UserError("stopped by a signal")
             result[0].item()
         steps.append(phases.seconds)
     return steps
@@ -170,7 +170,7 @@ def flops(run):
     ChunkedCrossEntropy does all of the head's in forward.
     """
     loader = run.train_loader
-    tokens = loader.window // loader.world_size
+    tokens = loader.tokens_per_step // loader.world_size
     everything = flops_per_token(run.gpt, run.args)
     head = 6 * run.gpt.lm_head.weight.numel()
     newton_schulz = 0
@@ -225,7 +225,7 @@ def kernel_table(profiler, device, ranges):
 def compare_ranks(means):
     """Return a line on the steps of all ranks, which all call it; means: {part: seconds}."""
     own = []
-    for each in train_gpt2.gathered(means):
+    for each in train_gpt2.all_gather_objects(means):
         own.append(1000 * (sum(each.values()) - each["communication"]))
     slowest = own.index(max(own))
     return (
@@ -236,7 +236,7 @@ def compare_ranks(means):
 
 def trace_folder(args):
     """Make and return log_dir/profile_<time>, with rank 0's time."""
-    name = train_gpt2.gathered(time.strftime("profile_%Y%m%d-%H%M%S"))[0]
+    name = train_gpt2.all_gather_objects(time.strftime("profile_%Y%m%d-%H%M%S"))[0]
     folder = Path(args.log_dir, name)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -253,7 +253,7 @@ def report(run, groups, means, profiler):
         f"products:{run.gpt.dtype} peak:{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown'}\n"
         "median step: {:.2f} ms in training, {:.2f} with parts timed, {:.2f} under "
         "torch.profiler\n".format(*medians)
-        + f"rank 0, mean of {TIMED} steps of {loader.window:,} tokens; a GPU is awaited at both "
+        + f"rank 0, mean of {TIMED} steps of {loader.tokens_per_step:,} tokens; a GPU is awaited at both "
         f"ends of a part, so that overlap shows in the trace alone:\n"
     )
     print(part_table(means, flops(run), peak))

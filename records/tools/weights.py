@@ -17,27 +17,27 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import pack  # noqa: E402
 
-from train_gpt2 import GPT, Hyperparameters, RunError, product_dtype  # noqa: E402
+from train_gpt2 import GPT, Hyperparameters, UserError, product_dtype  # noqa: E402
 
 
 def newest(log_dir="logs"):
-    """Return the weights that were written last in a folder of logs. Raises RunError for none."""
+    """Return the weights that were written last in a folder of logs. Raises UserError for none."""
     paths = [*Path(log_dir).glob("*/model.pt"), *Path(log_dir).glob("*/state_step*.pt")]
     if not paths:
-        raise RunError(f"no weights in {log_dir}: train first (bash run.sh), or name a file")
+        raise UserError(f"no weights in {log_dir}: train first (bash run.sh), or name a file")
     return max(paths, key=lambda path: path.stat().st_mtime)
 
 
 def find(path, log_dir="logs"):
     """Return the file of weights that `path` names: a file, a run's folder, or "" for the newest.
-    Raises RunError if there is none."""
+    Raises UserError if there is none."""
     if not path:
         return newest(log_dir)
     path = Path(path)
     if path.is_dir():
         return of_most_steps(path)
     if not path.is_file():
-        raise RunError(f"{path} is not a file: give the weights of a run, logs/RUN/model.pt")
+        raise UserError(f"{path} is not a file: give the weights of a run, logs/RUN/model.pt")
     return path
 
 
@@ -47,7 +47,7 @@ def of_most_steps(folder):
     checkpoints = sorted(folder.glob("state_step*[0-9].pt"))  # the numbers are padded with zeros
     final = folder / "model.pt"
     if not (checkpoints or final.is_file()):
-        raise RunError(f"{folder} holds no weights: give a run's folder or a file")
+        raise UserError(f"{folder} holds no weights: give a run's folder or a file")
     if not checkpoints:
         return final
     steps = int(checkpoints[-1].stem.removeprefix("state_step"))
@@ -57,28 +57,28 @@ def of_most_steps(folder):
 
 
 def read(path):
-    """Return what a file of weights holds, on the CPU. Raises RunError for any other file."""
+    """Return what a file of weights holds, on the CPU. Raises UserError for any other file."""
     fault = f"{path} is damaged, or no file that train_gpt2.py wrote"
     # bytes that end with the crc32 of those before always have this crc32
     if zlib.crc32(Path(path).read_bytes()) != 0x2144DF1C:
-        raise RunError(fault)
+        raise UserError(fault)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError):
-        raise RunError(fault) from None
+        raise UserError(fault) from None
 
 
 def settings_of(state, path):
-    """Return the Hyperparameters of what a file of weights holds. Raises RunError if it has none,
+    """Return the Hyperparameters of what a file of weights holds. Raises UserError if it has none,
     or names so many layers that building the model would take minutes."""
     known = Hyperparameters.__dataclass_fields__
     try:
         settings = state["hyperparameters"].items()
         args = Hyperparameters(**{name: value for name, value in settings if name in known})
     except (KeyError, TypeError, AttributeError, IndexError):
-        raise RunError(f"{path} holds no settings of a run of train_gpt2.py") from None
+        raise UserError(f"{path} holds no settings of a run of train_gpt2.py") from None
     if args.n_layer > 1000:
-        raise RunError(
+        raise UserError(
             f"{path} has n_layer={args.n_layer} in its settings, and train_gpt2.py trains at most "
             f"1000 layers: give the weights of a run"
         )
@@ -86,17 +86,17 @@ def settings_of(state, path):
 
 
 def check_shapes(state, args, path):
-    """Raise RunError unless the file holds the weights of GPT(args), which takes no memory here."""
+    """Raise UserError unless the file holds the weights of GPT(args), which takes no memory here."""
     try:
         with torch.device("meta"):
             expected = {name: value.shape for name, value in GPT(args).state_dict().items()}
     except RuntimeError as error:  # a size overflows
-        raise RunError(f"{path} has settings that no model can have: {error}") from None
+        raise UserError(f"{path} has settings that no model can have: {error}") from None
     found = {name: getattr(value, "shape", None) for name, value in state["model"].items()}
     for name in [*expected, *found]:
         if found.get(name) != expected.get(name):
             shapes = [shape and tuple(shape) for shape in (found.get(name), expected.get(name))]
-            raise RunError(
+            raise UserError(
                 f"{path} is of another model than this train_gpt2.py's: {name} has the shape "
                 f"{shapes[0]} instead of {shapes[1]}; use the train_gpt2.py of its run"
             )
@@ -120,7 +120,7 @@ def manifest_of(args):
     try:
         return pack.read_manifest(path)
     except OverflowError:  # an infinite number
-        raise RunError(f"{path} is no manifest of a pack: move it away") from None
+        raise UserError(f"{path} is no manifest of a pack: move it away") from None
 
 
 class Bytes(pack.BytesEncoding):
