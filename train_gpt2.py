@@ -75,43 +75,90 @@ class Hyperparameters:
     Raises UserError if a value is not allowed.
     """
 
-    vocab_size: int = setting(50304, "model", "50257 rounded up to 128s, for speed", high=2**16)
+    vocab_size: int = setting(
+        50304,
+        "model",
+        "GPT-2's 50257 tokens, rounded up to a multiple of 128 for speed",
+        high=2**16,
+    )
     n_layer: int = setting(12, "model", "transformer blocks", high=1000)
     n_head: int = setting(6, "model", "attention heads")
     n_embd: int = setting(768, "model", "channels")
-    max_ngram: int = setting(0, "model", "longest n-gram in the table; 0: no table", 0, 32)
-    ngram_rows: int = setting(2**18, "model", "rows of the n-gram table, shared by equal hashes")
-    key_shift: int = setting(0, "model", "positions by which each key is shifted right", 0)
-    logit_softcap: float = setting(0.0, "model", "s: bound logits by s * tanh(z / s); 0: do not")
-    dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "model", "of matrix products")
-    seed: int = setting(1337, "model", "of the initial weights; nothing else is random", 0)
+    max_ngram: int = setting(
+        0, "model", "longest n-gram hashed into the n-gram table; 0 disables the table", 0, 32
+    )
+    ngram_rows: int = setting(
+        2**18, "model", "rows of the n-gram table; n-grams with equal hashes share a row"
+    )
+    key_shift: int = setting(
+        0, "model", "shift keys right; with 1, a single layer can act as induction head", 0
+    )
+    logit_softcap: float = setting(
+        0.0, "model", "bound logits to (-s, s) by s * tanh(z / s); 0 disables it"
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "auto", "model", "dtype of matrix products; auto takes bfloat16 where it is native"
+    )
+    seed: int = setting(1337, "model", "seed of the initial weights; nothing else is random", 0)
 
-    batch_size: int = setting(512, "training", "sequences per step, over all processes")
+    batch_size: int = setting(512, "training", "sequences per step, summed over all processes")
     sequence_length: int = setting(1024, "training", "tokens per sequence")
     num_iterations: int = setting(5100, "training", "optimizer steps")
-    learning_rate: float = setting(0.0036, "training", "of AdamW: embedding, head")
-    muon_learning_rate: float = setting(0.00036, "training", "of Muon: the blocks' matrices")
-    muon_momentum: float = setting(0.95, "training", "of Muon", high=0.9999)
-    warmdown_iters: int = setting(1450, "training", "last steps, with rates decaying to 0", 0)
+    learning_rate: float = setting(
+        0.0036, "training", "AdamW's learning rate, for embeddings and head"
+    )
+    muon_learning_rate: float = setting(
+        0.00036, "training", "Muon's learning rate, for the matrices in the blocks"
+    )
+    muon_momentum: float = setting(0.95, "training", "Muon's momentum", high=0.9999)
+    warmdown_iters: int = setting(
+        1450, "training", "final steps over which the learning rates decay linearly to 0", 0
+    )
 
-    train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "data", "pattern of shards")
-    val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "data", "pattern of shards")
+    train_files: str = setting(
+        "data/fineweb10B/fineweb_train_*.bin",
+        "data",
+        "glob of the training shards, read in the order of their names",
+    )
+    val_files: str = setting(
+        "data/fineweb10B/fineweb_val_*.bin", "data", "glob of the validation shards"
+    )
     allow_repeat: bool = setting(False, "data", "start over when the training tokens run out")
 
-    val_loss_every: int = setting(125, "validation", "steps between them; 0: only at the end", 0)
-    val_tokens: int = setting(10485760, "validation", "number of tokens, the first in val_files")
-    target_val_loss: float = setting(3.28, "validation", "printed beside the result, no effect")
+    val_loss_every: int = setting(
+        125, "validation", "steps between validations; 0 validates only after the last step", 0
+    )
+    val_tokens: int = setting(
+        10485760, "validation", "validate on this many tokens, the first in val_files"
+    )
+    target_val_loss: float = setting(
+        3.28, "validation", "printed beside the result; it has no other effect"
+    )
 
-    run_id: str = setting("", "checkpoints", "name of log and folder; empty: made from the time")
+    run_id: str = setting(
+        "", "checkpoints", "name of the log and the checkpoint folder; empty takes the time"
+    )
     log_dir: str = setting("logs", "checkpoints", "folder for logs and checkpoints")
-    save_every: int = setting(0, "checkpoints", "steps between them; 0: only after a signal", 0)
-    keep_checkpoints: int = setting(2, "checkpoints", "number of recent ones to keep")
-    resume: str = setting("", "checkpoints", "file to resume; auto: the newest of run_id, if any")
+    save_every: int = setting(
+        0, "checkpoints", "steps between checkpoints; 0 saves only when a signal ends the run", 0
+    )
+    keep_checkpoints: int = setting(2, "checkpoints", "number of recent checkpoints to keep")
+    resume: str = setting(
+        "", "checkpoints", "checkpoint to resume; auto takes the newest of run_id, if any"
+    )
 
-    device: Literal["auto", "cuda", "cpu"] = setting("auto", "machine", "auto: cuda if present")
-    device_batch_size: int = setting(64, "machine", "most sequences per forward pass: memory")
-    compile: bool = setting(True, "machine", "torch.compile; False starts faster, runs slower")
-    comm_timeout: int = setting(600, "machine", "seconds that a rank waits for the others")
+    device: Literal["auto", "cuda", "cpu"] = setting(
+        "auto", "machine", "auto takes cuda if PyTorch sees a GPU"
+    )
+    device_batch_size: int = setting(
+        64, "machine", "maximum sequences per forward pass; lower it to save memory"
+    )
+    compile: bool = setting(
+        True, "machine", "use torch.compile; False starts sooner and trains slower"
+    )
+    comm_timeout: int = setting(
+        600, "machine", "seconds that a rank waits for the others before the run fails"
+    )
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -153,7 +200,7 @@ PRESETS = {
     "candidate": (
         "record 7 with bigrams, key shift and soft-cap; not run on a GPU yet",
         dict(
-            max_ngram=2, ngram_rows=251519, key_shift=1, logit_softcap=15, num_iterations=4600
+            max_ngram=2, ngram_rows=251519, key_shift=1, logit_softcap=15.0, num_iterations=4600
         ),
     ),
     "cpu": (
@@ -507,10 +554,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update all parameters in place. Collective: every rank must call it.
-
-        Return the loss of closure, if there is one.
-        """
+        """Collective: update all parameters in place; return the loss of closure, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -580,7 +624,7 @@ class Muon(torch.optim.Optimizer):
                 self.state.pop(p, None)
 
     def full_state_dict(self):
-        """Return state_dict() with all ranks' momenta. Collective: every rank must call it."""
+        """Collective: return state_dict() with the momenta of all ranks."""
         full = self.state_dict()
         for i, p in enumerate(params_of(self)):
             momentum = torch.zeros_like(p)
@@ -743,10 +787,7 @@ class DistributedDataLoader:
         return batch
 
     def data_hash(self):
-        """Return a hash (12 hex digits) of all tokens so far. Collective: every rank must call it.
-
-        It is the same for any number of ranks.
-        """
+        """Collective: return a hash of all tokens so far, 12 hex digits on any number of ranks."""
         total = sum_over_ranks(torch.tensor(self.hash_sum % 2**48)).item()
         return f"{total % 2**48:012x}"
 
@@ -756,7 +797,7 @@ class DistributedDataLoader:
         return zlib.crc32(self.read(start, self.position + 1 - start))
 
     def state_dict(self):
-        """Return the position, for any number of ranks. Collective: every rank must call it."""
+        """Collective: return the position, with which any number of ranks can go on."""
         data_hash = self.data_hash()
         return dict(position=self.position, data_hash=data_hash, fingerprint=self.fingerprint())
 
@@ -804,21 +845,23 @@ class StopRequest:
             signal.raise_signal(number)
 
     def check(self):
-        """Raise StopRequested if a signal came. Does nothing on several ranks, see check_ranks."""
-        if self.time is not None and not dist.is_initialized():
+        """Raise StopRequested if a signal came. Several ranks stop together, in check_ranks."""
+        one_process = not dist.is_initialized() or dist.get_world_size() == 1
+        if self.time is not None and one_process:
             raise StopRequested
 
     def check_ranks(self, failure=""):
-        """Raise StopRequested on all ranks if one of them must stop. Collective.
+        """Collective: raise StopRequested on all ranks if one of them must stop.
 
         failure: why this rank cannot go on. It also stops when torchrun, its parent, was killed.
         """
         orphaned = dist.is_initialized() and os.getppid() != self.parent
         must_stop = self.time is not None or orphaned
-        stops, failures = sum_over_ranks(torch.tensor([must_stop, failure != ""]).int()).tolist()
-        if failures:
-            raise StopRequested(", ".join(filter(None, all_gather_objects(failure))))
-        if stops:
+        stops = sum_over_ranks(torch.tensor([int(must_stop), int(failure != "")]))
+        if stops[1] > 0:
+            failures = all_gather_objects(failure)
+            raise StopRequested(", ".join(text for text in failures if text))
+        if stops[0] > 0:
             raise StopRequested
 
 
@@ -847,17 +890,14 @@ def build_optimizers(gpt, args, rank, world_size):
 
 
 def sum_over_ranks(tensor):
-    """Sum a tensor over all ranks in place and return it. Collective: every rank must call it."""
+    """Collective: sum a tensor over all ranks in place and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
 def sync_gradients(model):
-    """Sum all gradients over the ranks in one all-reduce. Collective: every rank must call it.
-
-    Sparse gradients become dense.
-    """
+    """Collective: sum all gradients over the ranks in one all-reduce; sparse ones become dense."""
     used = [p for p in model.parameters() if p.grad is not None]
     flat = torch.cat([p.grad.to_dense().flatten() for p in used])
     dist.all_reduce(flat)
@@ -871,12 +911,11 @@ def micro_batch_size(sequences, max_size):
 
 
 def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=lambda: None):
-    """Do one optimizer step. Collective: every rank must call it.
+    """Collective: do one optimizer step and return (loss, norms).
 
-    inputs, targets: (B, T) int64, this rank's part of the batch. check_stop is called before each
-    micro-batch and may raise StopRequested; then nothing has changed. Returns (loss, norms): the
-    mean over all ranks, NaN if a gradient is not finite, and the norm of each parameter's gradient
-    on this rank.
+    inputs, targets: (B, T) int64, this rank's part of the batch. loss: mean over all ranks, NaN if
+    a gradient is not finite. norms: of each parameter's gradient on this rank. check_stop is called
+    before each micro-batch; if it raises StopRequested, nothing has changed.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
@@ -906,9 +945,9 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
 
 @torch.no_grad()
 def evaluate(model, val_loader, val_tokens, check_stop=lambda: None):
-    """Return the mean loss over exactly the first val_tokens tokens, the same on all ranks.
+    """Collective: return the mean loss over exactly the first val_tokens tokens.
 
-    Collective: every rank must call it. check_stop is called before each batch.
+    It is the same on all ranks. check_stop is called before each batch.
     """
     val_loader.position = 0
     sequences = val_tokens // val_loader.T
@@ -1109,9 +1148,9 @@ def write_checkpoint(state, path, log):
 
 
 def save_checkpoint(gpt, optimizers, train_loader, log, args):
-    """Save what a run needs to resume, and delete old checkpoints. Collective.
+    """Collective: save what a run needs to resume, and delete old checkpoints.
 
-    Only rank 0 writes, and returns whether that worked. All ranks raise UserError if a value is not
+    Only rank 0 writes; it returns False if that fails. All ranks raise UserError if a value is not
     finite.
     """
     step = train_loader.position // train_loader.tokens_per_step
@@ -1150,11 +1189,6 @@ def checkpoints_in(folder):
     return sorted(folder.glob("state_step*[0-9].pt"))
 
 
-def is_complete(path):
-    """Return whether path is a file that ends with its own crc32."""
-    return path.is_file() and crc32_of_file(path) == 0x2144DF1C  # as for every such file
-
-
 def find_checkpoint(args, log):
     """Return (path, state) of the checkpoint that args.resume asks for, or None to start anew.
 
@@ -1167,12 +1201,14 @@ def find_checkpoint(args, log):
             raise UserError(f"{log.folder} holds checkpoints: pass --resume, or another --run_id")
         paths = [Path(args.resume)] if args.resume else []
     for path in reversed(paths):
-        if is_complete(path):
-            with blaming(path):
-                state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code
-                check_state(state, path, args, log)
-            return path, state
-        log(f"{path} is not a complete checkpoint")
+        # The crc32 of a file that ends with its own crc32 is this constant.
+        if not path.is_file() or crc32_of_file(path) != 0x2144DF1C:
+            log(f"{path} is not a complete checkpoint")
+            continue
+        with refusing_foreign_files(path):
+            state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code from it
+            check_state(state, path, args, log)
+        return path, state
     if paths:
         raise UserError("no checkpoint is complete: check --resume, or pass another --run_id")
     if (log.folder / "model.pt").exists():
@@ -1181,7 +1217,7 @@ def find_checkpoint(args, log):
 
 
 @contextlib.contextmanager
-def blaming(path):
+def refusing_foreign_files(path):
     """Turn whatever a foreign file makes our code raise into a UserError that names the file."""
     try:
         yield
@@ -1198,7 +1234,7 @@ def check_state(state, path, args, log):
             continue
         saved = state["hyperparameters"].get(name)
         may_grow = name == "num_iterations" and isinstance(saved, int) and saved <= value
-        if not may_grow and repr(saved) != repr(value):
+        if saved != value and not may_grow:
             raise UserError(f"{path} is of a run with {name}={saved}, not {value}")
     if state["val_hash"] != log.val_hash:
         raise UserError(f"val_files or val_tokens are not those of {path}: restore them")
@@ -1210,7 +1246,7 @@ def check_state(state, path, args, log):
 def load_run_state(path, state, gpt, optimizers, train_loader, log):
     """Restore what a checkpoint holds. Raises UserError if it is of other optimizers or data."""
     names = [type(optimizer).__name__ for optimizer in optimizers]
-    with blaming(path):
+    with refusing_foreign_files(path):
         if names != state["optimizer_names"]:
             raise UserError(f"{path} has the optimizers {state['optimizer_names']}, not {names}")
         check_finite(state, str(path))
@@ -1251,10 +1287,9 @@ def load_optimizer(optimizer, saved):
 
 
 def resume(args, gpt, optimizers, train_loader, log):
-    """Load the checkpoint that args ask for; return its step, or 0. Collective.
+    """Collective: load the checkpoint that args ask for; return its step, or 0 without one.
 
-    After a return to an older checkpoint the newer ones are renamed, so that "auto" does not
-    take them.
+    If an older checkpoint is resumed, newer ones are renamed, so that "auto" does not take them.
     """
     path, state = on_all_ranks(find_checkpoint, args, log) or (None, None)
     check_ranks_agree({"checkpoints": state and state["step"]}, "let log_dir be a shared folder")
@@ -1350,7 +1385,7 @@ def configure_backend(args, device):
 
 
 def all_gather_objects(value):
-    """Return the values of all ranks. Collective: every rank must call it."""
+    """Collective: return the values of all ranks, in order."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -1359,9 +1394,9 @@ def all_gather_objects(value):
 
 
 def on_all_ranks(function, *arguments):
-    """Return function(*arguments). Collective: if it fails on one rank, all raise its UserError.
+    """Collective: return function(*arguments); if it fails on one rank, all raise its UserError.
 
-    The function itself must not contain collectives.
+    The function must not contain a collective.
     """
     result = None
     failure = ""
@@ -1378,9 +1413,9 @@ def on_all_ranks(function, *arguments):
 
 
 def check_ranks_agree(facts, advice):
-    """Raise UserError unless all ranks have the same facts, a dict. Collective.
+    """Collective: raise UserError unless all ranks have the same facts, a dict.
 
-    The error names the first fact that differs, its values, and the advice.
+    The error names the first fact that differs, two of its values, and the advice.
     """
     facts_of_ranks = all_gather_objects(facts)
     for name, value in facts_of_ranks[0].items():
@@ -1391,7 +1426,7 @@ def check_ranks_agree(facts, advice):
 
 
 def check_ranks_read_the_same(loader, args):
-    """Raise UserError if shards that this run trains on differ between machines. Collective.
+    """Collective: raise UserError if shards that this run needs differ between machines.
 
     The ranks of one machine share its files, so each reads a part of them.
     """
@@ -1403,8 +1438,8 @@ def check_ranks_read_the_same(loader, args):
     local_rank = int(os.environ.get("LOCAL_RANK", loader.rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", loader.world_size))
     checksums = {}
-    for i, path in list(enumerate(loader.paths))[:needed][local_rank::local_size]:
-        checksums[i] = crc32_of_file(path)
+    for i in range(local_rank, min(needed, len(loader.paths)), local_size):
+        checksums[i] = crc32_of_file(loader.paths[i])
     seen = {}
     for rank, others in enumerate(all_gather_objects(checksums)):
         for i, checksum in others.items():
@@ -1465,13 +1500,14 @@ def warm_up(gpt, args, val_loader):
 
 
 def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
-    """Log and return the validation loss after `step` steps. Collective.
+    """Collective: log and return the validation loss after `step` steps.
 
     Raises UserError if the weights of the ranks differ.
     """
     with log.timed("validation"):
         loss = evaluate(gpt, val_loader, args.val_tokens, check_stop)
-        weights = sum(p.view(torch.int32).sum(dtype=torch.int32).item() for p in gpt.parameters())
+        sums = [p.view(torch.int32).sum(dtype=torch.int32) for p in gpt.parameters()]
+        weights = sum(sums).item()  # wraps around
         check_ranks_agree({"their weights": weights}, "resume the last checkpoint")
         data_hash = train_loader.data_hash()
     log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash}")
@@ -1479,7 +1515,7 @@ def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
 
 
 def read_batch_or_stop(train_loader, stop):
-    """Return the next batch of this rank. Collective: if one rank must stop, StopRequested."""
+    """Collective: return this rank's next batch; raise StopRequested if one rank must stop."""
     batch, failure = None, ""
     try:
         batch = train_loader.read_batch()
@@ -1490,10 +1526,10 @@ def read_batch_or_stop(train_loader, stop):
 
 
 def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop):
-    """Train and validate in turn; return the last validation loss. Collective.
+    """Collective: train and validate in turn; return the last validation loss.
 
-    Raises StopRequested if a rank must stop; the model is then as after the last complete step,
-    which is the train_loader's. Raises UserError if a loss is not finite.
+    Raises StopRequested if a rank must stop. Then model and train_loader are as after the last
+    complete step. Raises UserError if a loss is not finite.
     """
     steps = range(first_step, args.num_iterations)
     if log.live:
@@ -1537,7 +1573,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
 
 
 def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
-    """Save a checkpoint of the last complete step and log why the run stops. Collective.
+    """Collective: save a checkpoint of the last complete step; log that a signal stopped the run.
 
     Raises UserError if the checkpoint cannot be written, or if it was not a signal but a failure.
     """
@@ -1548,6 +1584,28 @@ def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
     if failure:
         raise UserError(f"stopped after step {step}, which is saved: {failure}")
     log(f"stopped by a signal after step {step}")
+
+
+def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
+    """Collective: resume or start, compile, train; return what main returns."""
+    first_step = resume(args, gpt, optimizers, train_loader, log)
+    log.header(args, gpt, optimizers, train_loader, val_loader)
+    if args.resume:
+        log(f"resume={args.resume}: going on after step {first_step}")
+    log("compiling, up to a minute; the first loss is high, as the tied head repeats its input")
+    with log.timed("compile"):
+        seconds = warm_up(gpt, args, val_loader)
+    seconds *= train_loader.tokens_per_step / val_loader.tokens_per_step
+    seconds_left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
+    log(f"about {seconds:.2g} s a step, {seconds_left} in all")
+    try:
+        val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop)
+        log.summary(args, train_loader, gpt, val_loss)
+        return val_loss
+    except StopRequested as request:
+        failure = request.failure
+    save_and_stop(failure, gpt, optimizers, train_loader, log, args)
+    return None
 
 
 def main(args, stop=None):
@@ -1576,28 +1634,11 @@ def main(args, stop=None):
     log = on_all_ranks(Log, args, run_id, rank)
     log.val_hash = val_hash
     result = all_gather_objects(log.result)[0]
-    if result:
-        if rank == 0:  # not in the log, which ends with the result
-            print(f"{log.path} is finished, nothing is left to do: {result}")
-        return None
-    first_step = resume(args, gpt, optimizers, train_loader, log)
-    log.header(args, gpt, optimizers, train_loader, val_loader)
-    if args.resume:
-        log(f"resume={args.resume}: going on after step {first_step}")
-    log("compiling, up to a minute; the first loss is high, as the tied head repeats its input")
-    with log.timed("compile"):
-        seconds = warm_up(gpt, args, val_loader)
-    seconds *= train_loader.tokens_per_step / val_loader.tokens_per_step
-    seconds_left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
-    log(f"about {seconds:.2g} s a step, {seconds_left} in all")
-    failure = None
-    try:
-        val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop)
-        log.summary(args, train_loader, gpt, val_loss)
-    except StopRequested as request:
-        val_loss, failure = None, request.failure
-    if failure is not None:
-        save_and_stop(failure, gpt, optimizers, train_loader, log, args)
+    val_loss = None
+    if not result:
+        val_loss = run(args, log, gpt, optimizers, train_loader, val_loader, stop)
+    elif rank == 0:
+        print(f"{log.path} is finished, nothing is left to do: {result}")
     if dist.is_initialized():
         dist.destroy_process_group()
     return val_loss

@@ -185,7 +185,9 @@ def test_the_hub_is_asked_only_where_its_shards_are_missing(hub, tiny, capsys):
 def test_a_hub_that_does_not_answer_is_a_fault(hub, tiny):
     hub.shutdown()
     hub.socket.close()
-    with pytest.raises(train_gpt2.UserError, match=r"00.bin does not answer \(Connect.+: set HTTPS"):
+    with pytest.raises(
+        train_gpt2.UserError, match=r"00.bin does not answer \(Connect.+: set HTTPS"
+    ):
         check.check_hub()
 
 

@@ -481,7 +481,9 @@ def test_parquet_rows_are_items_too(tmp_path, monkeypatch):
         write_items(tmp_path / "h.jsonl", ITEMS)
         assert evaluate.read_items(path) == evaluate.read_items(tmp_path / "h.jsonl")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"validation.parquet needs a package: .* pip install pyarr"):
+    with pytest.raises(
+        UserError, match=r"validation.parquet needs a package: .* pip install pyarr"
+    ):
         evaluate.read_items(path)
 
 

@@ -192,7 +192,10 @@ def saved(state, path):
         ({"n_layer": 1000}, "is of another model than this"),
         ({"n_embd": 2**30}, "has settings that no model can have"),
         ({"n_embd": 2**20}, "is of another model than this"),
-        ({"vocab_size": 2**30, "max_ngram": 2, "ngram_rows": 2**30}, "is of another model than this"),
+        (
+            {"vocab_size": 2**30, "max_ngram": 2, "ngram_rows": 2**30},
+            "is of another model than this",
+        ),
         ({"n_layer": "1"}, "holds no settings of a run"),
         ({"n_head": -1}, "n_head=-1 must be a number"),
         (None, "holds no settings of a run"),
