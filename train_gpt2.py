@@ -4,9 +4,9 @@
     python train_gpt2.py                                        # one GPU, or a CPU
     python train_gpt2.py --help                                 # all settings and presets
 
-The defaults are record 7 of the public NanoGPT speedrun (October 2024), whose log says: validation
-loss 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not run on a GPU yet. It needs
-torch and numpy.
+The defaults are record 7 of the public NanoGPT speedrun (October 2024), whose log reports a
+validation loss of 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not run on a GPU
+yet. It needs torch and numpy.
 
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
@@ -34,8 +34,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, get_args
 
-# Each log begins with this text. It is read before the slow imports below, so that it is the source
-# that runs even if the file is edited right after the start.
+# Every log begins with this source. Reading it before the slow imports ensures that the log shows
+# the code that is running, even if the file is edited right after launch.
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 
 import numpy as np
@@ -61,7 +61,7 @@ class UserError(ValueError):
 def setting(default, group, help, low=None, high=2**31 - 1):
     """Return a field of Hyperparameters, listed under `group` in --help.
 
-    low, high: the allowed range of a number; low is by default 1 for an int and 0 for a float.
+    low, high: the allowed range of a number; low defaults to 1 for an int and 0 for a float.
     """
     metadata = dict(group=group, help=help, range=(low, high))
     return dataclasses.field(default=default, metadata=metadata)
@@ -85,34 +85,38 @@ class Hyperparameters:
     n_head: int = setting(6, "model", "attention heads")
     n_embd: int = setting(768, "model", "channels")
     max_ngram: int = setting(
-        0, "model", "longest n-gram hashed into the n-gram table; 0 disables the table", 0, 32
+        0,
+        "model",
+        "longest n-gram hashed into the n-gram table; 0 disables the table",
+        low=0,
+        high=32,
     )
     ngram_rows: int = setting(
         2**18, "model", "rows of the n-gram table; n-grams with equal hashes share a row"
     )
     key_shift: int = setting(
-        0, "model", "shift keys right; with 1, a single layer can act as induction head", 0
+        0, "model", "shift keys right; with 1, a single layer can act as an induction head", low=0
     )
     logit_softcap: float = setting(
         0.0, "model", "bound logits to (-s, s) by s * tanh(z / s); 0 disables it"
     )
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "auto", "model", "dtype of matrix products; auto takes bfloat16 where it is native"
+        "auto", "model", "dtype of matmuls; auto picks bfloat16 if the device supports it natively"
     )
-    seed: int = setting(1337, "model", "seed of the initial weights; nothing else is random", 0)
+    seed: int = setting(1337, "model", "seed of the initial weights; nothing else is random", low=0)
 
     batch_size: int = setting(512, "training", "sequences per step, summed over all processes")
     sequence_length: int = setting(1024, "training", "tokens per sequence")
     num_iterations: int = setting(5100, "training", "optimizer steps")
     learning_rate: float = setting(
-        0.0036, "training", "AdamW's learning rate, for embeddings and head"
+        0.0036, "training", "learning rate of AdamW (embeddings, head) and Adagrad (n-gram table)"
     )
     muon_learning_rate: float = setting(
-        0.00036, "training", "Muon's learning rate, for the matrices in the blocks"
+        0.00036, "training", "learning rate of Muon (the matrices of the blocks)"
     )
     muon_momentum: float = setting(0.95, "training", "Muon's momentum", high=0.9999)
     warmdown_iters: int = setting(
-        1450, "training", "final steps over which the learning rates decay linearly to 0", 0
+        1450, "training", "final steps over which the learning rates decay linearly to 0", low=0
     )
 
     train_files: str = setting(
@@ -126,29 +130,32 @@ class Hyperparameters:
     allow_repeat: bool = setting(False, "data", "start over when the training tokens run out")
 
     val_loss_every: int = setting(
-        125, "validation", "steps between validations; 0 validates only after the last step", 0
+        125, "validation", "steps between validations; 0 validates only after the last step", low=0
     )
     val_tokens: int = setting(
-        10485760, "validation", "validate on this many tokens, the first in val_files"
+        10485760, "validation", "number of tokens to validate on, from the start of val_files"
     )
     target_val_loss: float = setting(
-        3.28, "validation", "printed beside the result; it has no other effect"
+        3.28, "validation", "printed next to the result; has no other effect"
     )
 
     run_id: str = setting(
-        "", "checkpoints", "name of the log and the checkpoint folder; empty takes the time"
+        "", "checkpoints", "name of the log and the checkpoint folder; default: a timestamp"
     )
     log_dir: str = setting("logs", "checkpoints", "folder for logs and checkpoints")
     save_every: int = setting(
-        0, "checkpoints", "steps between checkpoints; 0 saves only when a signal ends the run", 0
+        0,
+        "checkpoints",
+        "steps between checkpoints; 0 saves only when a signal ends the run",
+        low=0,
     )
     keep_checkpoints: int = setting(2, "checkpoints", "number of recent checkpoints to keep")
     resume: str = setting(
-        "", "checkpoints", "checkpoint to resume; auto takes the newest of run_id, if any"
+        "", "checkpoints", "checkpoint to resume; auto picks the newest of run_id, if any"
     )
 
     device: Literal["auto", "cuda", "cpu"] = setting(
-        "auto", "machine", "auto takes cuda if PyTorch sees a GPU"
+        "auto", "machine", "auto picks cuda if PyTorch sees a GPU"
     )
     device_batch_size: int = setting(
         64, "machine", "maximum sequences per forward pass; lower it to save memory"
@@ -171,7 +178,7 @@ class Hyperparameters:
         if self.logit_softcap and not 1 <= self.logit_softcap <= 1000:
             raise UserError(f"logit_softcap={self.logit_softcap} must be 0 or from 1 to 1000")
         if not re.fullmatch(r"([\w-][\w.-]*)?", self.run_id):
-            raise UserError(f"run_id={self.run_id!r} must be a file name of letters, digits, -_.")
+            raise UserError(f"run_id={self.run_id!r} may contain only letters, digits and -_.")
         if self.resume == "auto" and not self.run_id:
             raise UserError("--resume=auto also needs --run_id, the run to look for")
 
@@ -186,9 +193,9 @@ def check_number(field, value):
 
 
 # A resumed run may change these settings. The others must equal the checkpoint's, except that
-# num_iterations may grow.
+# num_iterations may grow. The data may move to other files, but must hold the same tokens.
 CHANGEABLE_ON_RESUME = (
-    "train_files", "val_files", "allow_repeat", "val_loss_every", "val_tokens", "target_val_loss",
+    "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss",
     "run_id", "log_dir", "save_every", "keep_checkpoints", "resume",
     "device", "device_batch_size", "compile", "comm_timeout",
 )  # fmt: skip
@@ -222,7 +229,7 @@ PRESETS = {
             val_files="data/mine/val_*.bin",
             allow_repeat=True,
             n_layer=4, n_head=1, n_embd=128,
-            batch_size=16, device_batch_size=16, sequence_length=256,
+            batch_size=16, sequence_length=256,
             num_iterations=600, warmdown_iters=300,
             learning_rate=0.006, muon_learning_rate=0.0007,
             val_loss_every=100, val_tokens=8192, target_val_loss=5.2,
@@ -232,7 +239,7 @@ PRESETS = {
 
 
 def parse_args(argv):
-    """Return the Hyperparameters that command-line arguments such as --n_layer=6 ask for.
+    """Return the Hyperparameters that are specified by arguments such as --n_layer=6.
 
     Raises UserError for an unknown name or a value that is not allowed.
     """
@@ -244,7 +251,7 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         usage="train_gpt2.py [--preset=NAME] [--name=value ...]",
         description=__doc__ + "\nEvery setting is listed with its default.",
-        epilog=f"presets (--preset=NAME), which other settings override:\n{presets}",
+        epilog=f"presets (--preset=NAME), which individual settings override:\n{presets}",
         formatter_class=functools.partial(
             argparse.RawDescriptionHelpFormatter, width=100, max_help_position=30
         ),
@@ -264,8 +271,9 @@ def parse_args(argv):
             choices=get_args(field.type) or None,  # the values of a Literal
             default=field.default,
             metavar=str(field.default) or "''",
-            help=field.metadata.get("help", "").replace("%", "%%"),
+            help=help_of(field).replace("%", "%%"),
         )
+    # The first pass only finds the preset, whose values become the defaults of the second.
     preset = parser.parse_known_args(argv)[0].preset
     parser.set_defaults(**PRESETS[preset][1])
     values = vars(parser.parse_args(argv))
@@ -273,9 +281,18 @@ def parse_args(argv):
     return Hyperparameters(**values)
 
 
+def help_of(field):
+    """Return the help text of a setting, with the values of a Literal."""
+    text = field.metadata.get("help", "")
+    choices = ", ".join(get_args(field.type))
+    return f"{text} ({choices})" if choices else text
+
+
 def boolean(text):
-    """Return the bool that "true" or "false" means, in any case. Raises ValueError for others."""
-    return ("false", "true").index(text.lower()) == 1
+    """Parse "true" or "false", case-insensitively. Raises ValueError for anything else."""
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
 
 
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
@@ -329,7 +346,8 @@ class CausalSelfAttention(nn.Module):
         q = norm(self.split_heads(self.c_q(x)))
         k = norm(self.split_heads(self.c_k(x)))
         v = self.split_heads(self.c_v(x))
-        # The key of each token moves key_shift positions to the right; zeros fill the gap.
+        # The key of each token moves key_shift positions to the right, before it gets the rotation
+        # of its new position. Zeros fill the gap.
         k = F.pad(k, (0, 0, self.key_shift, 0))[:, :, : k.size(2)]
         y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -374,7 +392,7 @@ class NgramTable(nn.Module):
         hashes = inputs
         rows = []
         for distance in range(1, self.max_ngram):
-            # The tokens `distance` positions earlier; zeros stand before the sequence.
+            # The tokens `distance` positions earlier; sequences are padded on the left with zeros.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
             hashes = hashes * 1000003 + earlier + 1  # int64 wraps around
             rows.append(hashes % len(self.weight))
@@ -395,7 +413,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(args.vocab_size, args.n_embd)
         self.h = nn.ModuleList(Block(args) for _ in range(args.n_layer))
         self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
-        self.wte.weight = self.lm_head.weight  # tied: one tensor, initialized as a head
+        self.wte.weight = self.lm_head.weight  # tied, with nn.Linear's initialization
         self.ngrams = NgramTable(args) if args.max_ngram > 1 else None
         self.logit_softcap = args.logit_softcap
 
@@ -405,7 +423,7 @@ class GPT(nn.Module):
         inputs: (B, T) int64, T at most sequence_length. targets: the same shape, where -1 is
         ignored; without them the logits are returned.
         """
-        # The table is not compiled. Looked up first, it does not split the compiled graph.
+        # The table lookup is not compiled. Doing it first keeps the rest in one compiled graph.
         ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs)
         x = (self.wte(inputs) + ngrams).to(self.dtype)  # (B, T, C)
         for block in self.h:
@@ -415,7 +433,7 @@ class GPT(nn.Module):
         if targets is None:
             return compute_logits(x, weight.type_as(x), self.logit_softcap)
         x, targets = x.flatten(0, 1), targets.flatten()
-        needs_grad = torch.is_grad_enabled()  # it is never enabled inside of apply
+        needs_grad = torch.is_grad_enabled()  # always False inside of apply
         return ChunkedCrossEntropy.apply(x, weight, targets, self.logit_softcap, needs_grad)
 
 
@@ -429,10 +447,11 @@ def compute_logits(x, weight, softcap):
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy and its gradients, computed one chunk of tokens at a time.
+    """Mean cross-entropy, computed one chunk of tokens at a time, together with its gradients.
 
-    The logits of all tokens never exist at once: for 64 x 1024 tokens of GPT-2 they would take
-    13.2 GB. Targets of -1 are ignored.
+    The gradients are computed in forward, while the logits of a chunk exist; backward scales them.
+    The logits of all tokens are never materialized at once: for 64 x 1024 tokens of GPT-2 they
+    would take 13.2 GB. Targets of -1 are ignored.
     """
 
     @staticmethod
@@ -442,17 +461,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
-        min_chunk_size = 512 * 50304 // len(weight)  # smaller chunks only cost time
-        max_chunks = 2 if x.is_cuda else 8  # a plan of the kernels says that a GPU likes few
-        chunks = min(max_chunks, math.ceil(len(x) / min_chunk_size))
+        # As many logits as 512 tokens have with GPT-2's vocabulary: smaller chunks cost time.
+        min_chunk_size = 512 * 50304 // len(weight)
+        max_chunks = 2 if x.is_cuda else 8  # a GPU is faster with few, by plan.py's estimate
+        chunks = min(max_chunks, max(1, len(x) // min_chunk_size))
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
         chunk_loss = ChunkedCrossEntropy.chunk_loss
+        grad_and_value = torch.func.grad_and_value(chunk_loss, argnums=(0, 1))
         loss = grad_weight = 0.0
         grad_x = []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
             if needs_grad:
-                grad_and_value = torch.func.grad_and_value(chunk_loss, argnums=(0, 1))
                 grads, loss_i = grad_and_value(x_i, cast_weight, targets_i, softcap, count)
                 grad_x.append(grads[0])
                 grad_weight = grad_weight + grads[1].float()
@@ -471,7 +491,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 # ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist -
 def newton_schulz_polynomial(A):
-    """Return P = a I + b A + c A A: one iteration replaces X by P X, where A = X X^T.
+    """Return P = a I + b A + c A A: one iteration replaces X with P X, where A = X X^T.
 
     A: (M, M) or (K, M, M). With these coefficients a singular value s becomes a s + b s^3 + c s^5,
     which moves it towards 1. Source: https://kellerjordan.github.io/posts/muon/
@@ -486,41 +506,44 @@ def newton_schulz_polynomial(A):
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     """Orthogonalize G by five Newton-Schulz iterations: about U V^T for G = U S V^T.
 
-    G: (M, N) or (K, M, N), any float dtype and scale, unmodified. dtype: of the products. Returns
-    bfloat16 of the same shape; singular values are near 1, not exact. Raises ValueError for other
-    shapes.
+    G: (M, N) or (K, M, N), of any float dtype and scale; it is not modified. dtype: used for the
+    matmuls. Returns a bfloat16 tensor of the same shape, whose singular values are near 1, not
+    exactly 1. Raises ValueError for any other shape.
     """
     if G.ndim not in (2, 3):
         raise ValueError(f"G has shape {tuple(G.shape)}: it must be a matrix or a stack of them")
-    length = torch.linalg.matrix_norm(G, keepdim=True, dtype=torch.float64)
-    X = G.to(dtype) / (length + 1e-7).to(dtype)  # float64, because 1e30 squared overflows float32
+    # The Frobenius norm is taken in float64, because squaring 1e30 overflows float32.
+    frobenius = torch.linalg.matrix_norm(G, keepdim=True, dtype=torch.float64)
+    X = G.to(dtype) / (frobenius + 1e-7).to(dtype)
     tall = G.size(-2) > G.size(-1)
     m, n = sorted(G.shape[-2:])
-    # If X is much wider than high, it is cheaper to multiply the polynomials of two or three
-    # iterations, which are as small as A, and then X once. More than three lose precision.
-    for iterations in (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1):
+    # If one side is at least twice the other, it is cheaper to multiply the (m, m) polynomials of
+    # two and then of three iterations, and X only twice. More than three would lose precision.
+    schedule = (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1)
+    for iterations in schedule:
         A = X.mT @ X if tall else X @ X.mT  # (m, m)
         P = newton_schulz_polynomial(A)
         for _ in range(iterations - 1):
-            P = newton_schulz_polynomial(P @ A @ P.mT) @ P
+            P = newton_schulz_polynomial(P @ A @ P.mT) @ P  # P A P^T is the next A
         X = X @ P.mT if tall else P @ X
     return X.bfloat16()
 
 
 class Muon(torch.optim.Optimizer):
-    """MomentUm Orthogonalized by Newton-Schulz: Nesterov momentum U S V^T is replaced by U V^T.
+    """MomentUm Orthogonalized by Newton-Schulz: replaces Nesterov momentum U S V^T with U V^T.
 
     Every direction in weight space is learned at the same rate. Each matrix belongs to one rank,
-    which alone keeps its momentum and computes its update. Then all ranks apply all updates.
+    which is the only one to keep its momentum and to compute its update. All ranks apply it. Small
+    matrices of the same shape are processed together, see stacks_of.
 
-    params: parameters of at least two dimensions; (M, ...) counts as a matrix (M, N). Their
-    gradients must be equal on all ranks, and p.grad must be set on all ranks or on none. lr: root
-    mean square of an entry's change per step. dtype: of the matrix products. Raises ValueError for
-    other parameters or values.
+    params: parameters of at least two dimensions; (M, ...) counts as a matrix (M, N). Gradients
+    must be summed or averaged over the ranks before, and set on all ranks or on none. lr: RMS
+    change per entry in one step. dtype: used for the matmuls. Raises ValueError if a parameter or
+    a value is invalid.
 
-    Unlike torch.optim.Muon it scales an update by sqrt(max(M, N)) and belongs to ranks. To convert
-    its lr, take 0.2 * lr for "match_rms_adamw" and lr / sqrt(N) for "original". A weight decay
-    takes lr * weight_decay off each step as there, so multiply it by what lr was divided by.
+    Unlike torch.optim.Muon, it scales updates by sqrt(max(M, N)). An lr of torch.optim.Muon
+    corresponds to 0.2 * lr here for "match_rms_adamw", and to lr / sqrt(N) for "original". Both
+    shrink weights by lr * weight_decay per step, so multiply weight_decay by old lr / new lr.
     """
 
     def __init__(
@@ -538,6 +561,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = dtype
         self.owner = {}  # rank of each parameter
         self.loads = [0] * world_size  # cost of each rank's matrices
+        # This calls add_param_group, which fills owner and loads.
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
@@ -569,16 +593,16 @@ class Muon(torch.optim.Optimizer):
             for first in range(0, len(stacks), self.world_size):
                 bucket = stacks[first : first + self.world_size]
                 pending.append(self.start_updates(bucket, group))
-                if self.world_size == 1 or len(pending) > 2:
-                    self.finish_updates(*pending.pop(0), group)
-            for bucket, slots, work in pending:
-                self.finish_updates(bucket, slots, work, group)
+                if self.world_size == 1 or len(pending) > 2:  # two all-reduces stay in flight
+                    self.finish_updates(pending.pop(0), group)
+            for updates in pending:
+                self.finish_updates(updates, group)
         return loss
 
     def start_updates(self, bucket, group):
-        """Compute this rank's updates of a bucket of stacks and start to send them to all ranks.
+        """Compute this rank's updates for a bucket of stacks and start sending them to all ranks.
 
-        Return (bucket, slots, work): a bfloat16 slot for each stack, filled when work is done.
+        Return (bucket, slots, work): a bfloat16 slot for each stack, complete when work is done.
         """
         sizes = [sum(p.numel() for p in stack) for stack in bucket]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=bucket[0][0].device)
@@ -591,8 +615,9 @@ class Muon(torch.optim.Optimizer):
             work = dist.all_reduce(buffer, async_op=True)
         return bucket, slots, work
 
-    def finish_updates(self, bucket, slots, work, group):
-        """Wait for the updates of a bucket and apply them to its parameters."""
+    def finish_updates(self, updates, group):
+        """Wait for what start_updates returned and apply it to the parameters."""
+        bucket, slots, work = updates
         if work is not None:
             work.wait()
         for stack, slot in zip(bucket, slots):
@@ -603,7 +628,7 @@ class Muon(torch.optim.Optimizer):
                 p.add_(update.view_as(p), alpha=-group["lr"] * scale)
 
     def orthogonalized_momenta(self, stack, group):
-        """Advance the momenta of a stack; return them orthogonalized, (K, M, N) or (M, N)."""
+        """Update the momenta of a stack; return them orthogonalized, (K, M, N) or (M, N)."""
         M, N = stack[0].flatten(1).shape
         directions = torch.empty(len(stack), M, N, dtype=self.dtype, device=stack[0].device)
         for p, direction in zip(stack, directions):
@@ -611,9 +636,10 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momentum = self.state[p]["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(p.grad)
+            # Nesterov: the direction is one step of momentum ahead.
             torch.add(p.grad, momentum, alpha=group["momentum"], out=direction.view_as(p))
         if len(stack) == 1:
-            directions = directions[0]
+            directions = directions[0]  # a plain product is faster than a batched one
         return zeropower_via_newtonschulz5(directions, self.dtype)
 
     def load_state_dict(self, state_dict):
@@ -635,13 +661,14 @@ class Muon(torch.optim.Optimizer):
             full["state"][i] = {"momentum_buffer": momentum}
         return full
 
-    def __getstate__(self):  # for pickle and copy.deepcopy; the base class knows only its own part
+    def __getstate__(self):
+        """Return what pickle and copy.deepcopy need, also the attributes of this class."""
         own = ("rank", "world_size", "dtype", "owner", "loads")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
 
 def matrix_cost(p):
-    """Return the multiplications of one Newton-Schulz iteration on a matrix."""
+    """Return the number of multiplications in one Newton-Schulz iteration on a matrix."""
     m, n = sorted(p.flatten(1).shape)
     return m * m * (m + 2 * n)
 
@@ -649,8 +676,9 @@ def matrix_cost(p):
 def stacks_of(params):
     """Split params into stacks, the most expensive first.
 
-    Up to four equal matrices of at most 2**18 values form a stack, which shares batched products.
-    This must not depend on the number of ranks, because batching may change the last bits.
+    Up to four matrices of the same shape, of at most 2**18 entries each, form a stack, which shares
+    batched matmuls. Stacks must not depend on the number of ranks, because batching may change the
+    last bits.
     """
     stacks = []
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
@@ -672,7 +700,7 @@ HEADER_SIZE = 256  # int32 values: 20240520, 1, number of tokens, zeros; uint16 
 
 
 class DataError(UserError):
-    """A shard that cannot be used, perhaps only on the machine of this rank."""
+    """A shard is unusable, perhaps only on this rank's machine, so the rank itself must say so."""
 
 
 def check_shard(path):
@@ -681,11 +709,11 @@ def check_shard(path):
     Raises DataError if path is not a complete shard.
     """
     if not os.path.isfile(path):  # opening a pipe would hang
-        raise DataError(f"{path} is not a file: give shards made by data/fineweb.py or pack.py")
+        raise DataError(f"{path} is not a file: fetch data with data/fineweb.py or data/pack.py")
     header = np.fromfile(path, "<i4", HEADER_SIZE).tolist()
     status = os.stat(path)
-    tokens = (status.st_size - 4 * HEADER_SIZE) / 2
-    if tokens < 1 or header != [20240520, 1, tokens] + [0] * 253:
+    tokens, odd_bytes = divmod(status.st_size - 4 * HEADER_SIZE, 2)
+    if tokens < 1 or odd_bytes or header != [20240520, 1, tokens] + [0] * 253:
         raise DataError(f"{path} is not a complete shard of tokens: fetch it or pack it again")
     return header[2], (status.st_dev, status.st_ino, status.st_mtime_ns)
 
@@ -715,14 +743,16 @@ class DistributedDataLoader:
     world_size: int
     device: torch.device
     vocab_size: int = 65536
-    position: int = 0  # tokens of the stream before the next step
-    hash_sum: int = 0  # over this rank's sequences before position
-    batch_hash: int = 0  # of this rank's sequences in the batch read last
+    position: int = 0  # where the next batch starts in the stream, in tokens
+    hash_sum: int = 0  # hash of the sequences that this rank has trained on
+    batch_hash: int = 0  # hash of this rank's sequences in the batch that was read last
 
     def __post_init__(self):
         self.paths = sorted(glob.glob(self.pattern))
         if not self.paths:
-            raise DataError(f"no file matches {self.pattern!r}: run data/fineweb.py or pack.py")
+            raise DataError(
+                f"no file matches {self.pattern!r}: run data/fineweb.py or data/pack.py"
+            )
         for folder in {Path(path).parent for path in self.paths}:
             if (folder / ".pack").exists():
                 raise DataError(f"{folder} is being packed or incomplete: run data/pack.py again")
@@ -749,7 +779,8 @@ class DistributedDataLoader:
             if check_shard(path) != self.shards[shard]:
                 raise DataError(f"{path} changed while in use: restore it and start again")
             tokens_left = self.ends[shard] - start
-            offset = os.path.getsize(path) - 2 * tokens_left
+            tokens_before = self.shards[shard][0] - tokens_left
+            offset = 4 * HEADER_SIZE + 2 * tokens_before  # bytes
             part = np.fromfile(path, "<u2", min(count, tokens_left), offset=offset)
             if part.max() >= self.vocab_size:
                 raise DataError(f"{path} holds id {part.max()}, but vocab_size={self.vocab_size}")
@@ -761,7 +792,7 @@ class DistributedDataLoader:
     def read_batch(self):
         """Return (inputs, targets) at position: (batch_size // world_size, T), int64, on device.
 
-        The position stays until advance() is called, so a step that fails can be repeated.
+        The position does not move until advance() is called, so a failed step can be repeated.
         """
         local_tokens = self.tokens_per_step // self.world_size
         first = self.position + self.rank * local_tokens
@@ -787,7 +818,7 @@ class DistributedDataLoader:
         return batch
 
     def data_hash(self):
-        """Collective: return a hash of all tokens so far, 12 hex digits on any number of ranks."""
+        """Collective: return a hash of all tokens so far (12 hex digits), on all ranks together."""
         total = sum_over_ranks(torch.tensor(self.hash_sum % 2**48)).item()
         return f"{total % 2**48:012x}"
 
@@ -797,21 +828,22 @@ class DistributedDataLoader:
         return zlib.crc32(self.read(start, self.position + 1 - start))
 
     def state_dict(self):
-        """Collective: return the position, with which any number of ranks can go on."""
+        """Collective: return the position, from which any number of ranks can continue."""
         data_hash = self.data_hash()
         return dict(position=self.position, data_hash=data_hash, fingerprint=self.fingerprint())
 
     def load_state_dict(self, state):
-        """Move to a saved position. Raises DataError unless the same tokens stand before it."""
+        """Move to a saved position. Raises DataError unless the same tokens precede it."""
         self.position = state["position"]
+        # data_hash sums over the ranks, so one of them carries the saved total.
         self.hash_sum = int(state["data_hash"], 16) if self.rank == 0 else 0
         if self.fingerprint() != state["fingerprint"]:
             raise DataError(f"{self.pattern!r} no longer holds the tokens that were trained on")
 
 
 # ---- Training: optimizers, one step, one evaluation ---------------------------------------------
-class StopRequested(Exception):
-    """Training must save a checkpoint and end. failure: the reason, if it is not a signal."""
+class StopTraining(Exception):
+    """Makes training save a checkpoint and exit. failure: the reason, or empty after a signal."""
 
     def __init__(self, failure=""):
         super().__init__(failure)
@@ -826,43 +858,45 @@ class StopRequest:
         self.parent = os.getppid()
 
     def catch_signals(self):
-        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP, except those ignored so far, as by nohup."""
+        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP unless already ignored, e.g. by nohup."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number, frame):
-        """Note a signal; one that comes more than two seconds later ends the process at once.
+        """Remember a signal; if another comes more than two seconds later, exit immediately.
 
-        Within two seconds it is the same stop: torchrun passes on what its workers got themselves.
+        Signals within two seconds count as one: after Ctrl-C, for example, workers receive a signal
+        from the terminal and another one from torchrun.
         """
         if self.time is None:
             self.time = time.monotonic()
             with contextlib.suppress(OSError):  # the terminal may be closed
-                os.write(2, b"saving a checkpoint; another signal after 2 seconds ends at once\n")
+                os.write(2, b"saving a checkpoint; send a signal after 2 seconds to exit at once\n")
         elif time.monotonic() - self.time > 2:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     def check(self):
-        """Raise StopRequested if a signal came. Several ranks stop together, in check_ranks."""
+        """Raise StopTraining if a signal came. Multiple ranks stop together, in check_ranks."""
         one_process = not dist.is_initialized() or dist.get_world_size() == 1
         if self.time is not None and one_process:
-            raise StopRequested
+            raise StopTraining
 
     def check_ranks(self, failure=""):
-        """Collective: raise StopRequested on all ranks if one of them must stop.
+        """Collective: raise StopTraining on all ranks if one of them must stop.
 
-        failure: why this rank cannot go on. It also stops when torchrun, its parent, was killed.
+        failure: why this rank cannot continue, if so. A rank whose parent, torchrun, was killed
+        must stop, too.
         """
         orphaned = dist.is_initialized() and os.getppid() != self.parent
         must_stop = self.time is not None or orphaned
         stops = sum_over_ranks(torch.tensor([int(must_stop), int(failure != "")]))
         if stops[1] > 0:
             failures = all_gather_objects(failure)
-            raise StopRequested(", ".join(text for text in failures if text))
+            raise StopTraining(", ".join(text for text in failures if text))
         if stops[0] > 0:
-            raise StopRequested
+            raise StopTraining
 
 
 def lr_multiplier(step, args):
@@ -906,7 +940,7 @@ def sync_gradients(model):
 
 
 def micro_batch_size(sequences, max_size):
-    """Return the largest divisor of `sequences` up to max_size, so that all have one shape."""
+    """Return the largest divisor of `sequences` up to max_size: micro-batches have equal shapes."""
     return next(n for n in range(min(sequences, max_size), 0, -1) if sequences % n == 0)
 
 
@@ -914,8 +948,9 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
     """Collective: do one optimizer step and return (loss, norms).
 
     inputs, targets: (B, T) int64, this rank's part of the batch. loss: mean over all ranks, NaN if
-    a gradient is not finite. norms: of each parameter's gradient on this rank. check_stop is called
-    before each micro-batch; if it raises StopRequested, nothing has changed.
+    a gradient is not finite. norms: one per parameter, only good for finding the gradients of this
+    rank that are not finite. check_stop is called before each micro-batch; if it raises
+    StopTraining, nothing has changed.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
@@ -923,21 +958,24 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
     try:
         for x, y in zip(inputs.split(size), targets.split(size)):
             check_stop()
+            # With these weights, sums over micro-batches and ranks are means.
             micro_loss = model(x, y) * (size / len(inputs) / world_size)
             micro_loss.backward()
             loss += micro_loss.detach()
-    except StopRequested:
+    except StopTraining:
         model.zero_grad()
         raise
     gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
     gradients = [g._values() if g.is_sparse else g for g in gradients]
-    norms = torch.stack(torch._foreach_norm(gradients))  # before the all-reduce, to find the rank
+    norms = torch.stack(torch._foreach_norm(gradients))  # the all-reduce would hide the rank
     loss, norms_sum = sum_over_ranks(torch.stack([loss, norms.sum()]))
     if world_size > 1:
         sync_gradients(model)
+    # If a gradient is not finite, the caller ends the run after this step.
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_scale
+            full_lr = group.setdefault("initial_lr", group["lr"])  # kept from the first step on
+            group["lr"] = full_lr * lr_scale
         optimizer.step()
         optimizer.zero_grad()
     return torch.where(norms_sum.isfinite(), loss, torch.nan), norms
@@ -956,7 +994,7 @@ def evaluate(model, val_loader, val_tokens, check_stop=lambda: None):
         check_stop()
         inputs, targets = val_loader.next_batch()
         sequences_left = max(0, sequences - first - val_loader.rank * len(inputs))
-        targets[sequences_left:] = -1  # in the last batch some sequences are too many
+        targets[sequences_left:] = -1  # the last batch may be larger than needed
         total += model(inputs, targets).double() * (targets != -1).sum()
     return sum_over_ranks(total).item() / val_tokens
 
@@ -965,7 +1003,7 @@ def evaluate(model, val_loader, val_tokens, check_stop=lambda: None):
 class Log:
     """The log, log_dir/run_id.txt, and the folder of checkpoints, log_dir/run_id/.
 
-    `log(line)` prints a line and appends it to the log; only rank 0 does. Raises UserError if the
+    `log(line)` prints a line and appends it to the log, on rank 0 only. Raises UserError if the
     files belong to another run, are in use or cannot be written.
     """
 
@@ -974,16 +1012,16 @@ class Log:
         self.folder = Path(args.log_dir, run_id)
         self.num_iterations = args.num_iterations
         self.seconds = Counter()  # spent in each phase
-        self.checkpoints = []  # names of those that this run wrote and kept, oldest first
+        self.checkpoints = []  # file names of this run's checkpoints that still exist
         self.val_hash = ""  # of the validation tokens
         self.result = ""  # the last line of a finished log
         self.file = None
-        self.live = False  # whether a progress bar replaces the lines of steps
+        self.live = False  # whether a progress bar replaces the per-step lines
         if rank == 0:
             self.open(args)
 
     def open(self, args):
-        """Open the log and lock it. A log without any training step is started anew."""
+        """Open the log and lock it. A log without a training step is overwritten."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "a", buffering=1, encoding="utf-8")
@@ -994,6 +1032,7 @@ class Log:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is writing {self.path}: stop it first") from None
+        # The log may also be a device, such as /dev/null.
         lines = self.path.read_text("utf-8").splitlines() if self.path.is_file() else []
         steps = [line for line in lines if line.startswith("step:")]
         results = [line for line in lines if line.startswith("result ")]
@@ -1002,7 +1041,9 @@ class Log:
             raise UserError(f"{self.path} exists: pass --resume=auto, or another --run_id")
         if results:
             self.result = results[-1]
-            finished_steps = int(steps[-1].split("/")[1].split()[0])
+            finished_steps = int(
+                steps[-1].split("/")[1].split()[0]
+            )  # of "step:220/220 val_loss..."
             if args.resume != "auto" or args.num_iterations > finished_steps:
                 raise UserError(
                     f"{self.path} is finished after {finished_steps} steps: to train longer, pass "
@@ -1020,7 +1061,9 @@ class Log:
         if show and sys.stdout is not None:
             outputs.append(sys.stdout)
         for output in outputs:
-            with contextlib.suppress(OSError):  # training goes on with a full disk, or no terminal
+            with contextlib.suppress(
+                OSError
+            ):  # keep training if the disk is full or the terminal gone
                 if self.live:
                     tqdm.write(line, file=output)
                 else:
@@ -1031,7 +1074,7 @@ class Log:
     def timed(self, phase):
         """Add the duration of a with block to a phase, unless the block raises.
 
-        The block must end by reading a result from the device.
+        The block must end by synchronizing with the device, for example with .item().
         """
         start = time.perf_counter()
         yield
@@ -1061,7 +1104,7 @@ class Log:
             values = sum(p.numel() for p in params_of(optimizer))
             self(f"{type(optimizer).__name__} parameters:{values}")
         if args.dtype == "auto" and gpt.dtype == torch.float32:
-            self("dtype=auto takes float32, because this device has no bfloat16 instructions")
+            self("dtype=auto picked float32, because this device has no native bfloat16")
 
     def summary(self, args, train_loader, gpt, val_loss):
         """Log the time of each phase, speed, memory and the result; save the weights.
@@ -1074,8 +1117,13 @@ class Log:
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         memory = peak_memory(train_loader.device)
         self(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
-        weights = dict(hyperparameters=vars(args), val_loss=val_loss, model=gpt.state_dict())
-        weights.update(val_hash=self.val_hash, dtype=str(gpt.dtype))
+        weights = dict(
+            hyperparameters=vars(args),
+            dtype=str(gpt.dtype),
+            val_loss=val_loss,
+            val_hash=self.val_hash,
+            model=gpt.state_dict(),
+        )
         check_finite(weights, "the final weights")
         path = self.folder / "model.pt"
         if self.file is not None and not write_checkpoint(weights, path, self):
@@ -1106,7 +1154,7 @@ def device_name(device):
 
 
 def peak_memory(device):
-    """Return the largest memory use so far in MiB: of PyTorch on a GPU, or of the process."""
+    """Return the peak memory in MiB: PyTorch's on a GPU, otherwise the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -1128,7 +1176,7 @@ def check_finite(value, name):
 def write_checkpoint(state, path, log):
     """Write a state atomically: to a temporary file, then a rename. Return whether it worked.
 
-    The file ends with its own crc32. If the disk is full, for example, a warning is logged.
+    The file ends with its own crc32. A failure, such as a full disk, is logged as a warning.
     """
     partial = path.with_name("partial")
     try:
@@ -1186,18 +1234,19 @@ def save_checkpoint(gpt, optimizers, train_loader, log, args):
 
 def checkpoints_in(folder):
     """Return the paths of a run's checkpoints, oldest first."""
-    return sorted(folder.glob("state_step*[0-9].pt"))
+    return sorted(folder.glob("state_step*[0-9].pt"))  # not state_step0000000001_copy.pt
 
 
 def find_checkpoint(args, log):
-    """Return (path, state) of the checkpoint that args.resume asks for, or None to start anew.
+    """Return (path, state) of the checkpoint to resume, or None to start from scratch.
 
-    "auto" takes the newest complete one of this run. Raises UserError if there is none to take, or
-    if it is of another run.
+    resume=auto picks the newest complete one of this run. Raises UserError if there is no complete
+    one among several, or if it belongs to another run.
     """
     paths = checkpoints_in(log.folder)
     if args.resume != "auto":
-        if paths and Path(args.resume).parent.resolve() != log.folder.resolve():
+        same_folder = args.resume and Path(args.resume).parent.resolve() == log.folder.resolve()
+        if paths and not same_folder:
             raise UserError(f"{log.folder} holds checkpoints: pass --resume, or another --run_id")
         paths = [Path(args.resume)] if args.resume else []
     for path in reversed(paths):
@@ -1205,8 +1254,8 @@ def find_checkpoint(args, log):
         if not path.is_file() or crc32_of_file(path) != 0x2144DF1C:
             log(f"{path} is not a complete checkpoint")
             continue
-        with refusing_foreign_files(path):
-            state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code from it
+        with reporting_bad_checkpoint(path):
+            state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
             check_state(state, path, args, log)
         return path, state
     if paths:
@@ -1217,52 +1266,55 @@ def find_checkpoint(args, log):
 
 
 @contextlib.contextmanager
-def refusing_foreign_files(path):
-    """Turn whatever a foreign file makes our code raise into a UserError that names the file."""
+def reporting_bad_checkpoint(path):
+    """Convert any exception caused by a malformed file into a UserError that names the file."""
     try:
         yield
     except (UserError, OSError, MemoryError):
         raise
     except Exception as error:
-        raise UserError(f"{path} is no checkpoint of this run: {error!r}") from error
+        raise UserError(f"{path} is not a checkpoint of this run: {error!r}") from error
 
 
 def check_state(state, path, args, log):
-    """Raise UserError unless a checkpoint's state is that of a run with these settings and data."""
+    """Raise UserError unless a checkpoint was saved by a run with these settings and data."""
     for name, value in vars(args).items():
         if name in CHANGEABLE_ON_RESUME:
             continue
         saved = state["hyperparameters"].get(name)
         may_grow = name == "num_iterations" and isinstance(saved, int) and saved <= value
         if saved != value and not may_grow:
-            raise UserError(f"{path} is of a run with {name}={saved}, not {value}")
+            raise UserError(f"{path} was saved with {name}={saved}, not {value}")
     if state["val_hash"] != log.val_hash:
-        raise UserError(f"val_files or val_tokens are not those of {path}: restore them")
+        raise UserError(f"{path} was saved with other validation tokens: restore val_files")
     position = args.batch_size * args.sequence_length * state["step"]
     if state["train_loader"]["position"] != position:
         raise UserError(f"{path} is damaged: its step and its position in the data disagree")
 
 
 def load_run_state(path, state, gpt, optimizers, train_loader, log):
-    """Restore what a checkpoint holds. Raises UserError if it is of other optimizers or data."""
+    """Restore what a checkpoint holds. Raises UserError if its optimizers or data differ."""
     names = [type(optimizer).__name__ for optimizer in optimizers]
-    with refusing_foreign_files(path):
+    with reporting_bad_checkpoint(path):
         if names != state["optimizer_names"]:
-            raise UserError(f"{path} has the optimizers {state['optimizer_names']}, not {names}")
+            raise UserError(f"{path} was saved with {state['optimizer_names']}, not {names}")
         check_finite(state, str(path))
         gpt.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, saved)
         train_loader.load_state_dict(state["train_loader"])
         log.seconds["train"] = float(state["train_seconds"])
-        in_folder = {path.name for path in checkpoints_in(log.folder)}
-        log.checkpoints = [name for name in state["files"] if name in in_folder]
+        # The run deletes only checkpoints that it wrote itself. Those are the names in "files", of
+        # which a foreign checkpoint could hold any.
+        existing = {checkpoint.name for checkpoint in checkpoints_in(log.folder)}
+        log.checkpoints = [name for name in state["files"] if name in existing]
 
 
 def load_optimizer(optimizer, saved):
-    """Load a saved state into an optimizer, which keeps its own learning rates.
+    """Load a saved state into an optimizer.
 
-    Counters in the groups are restored. Raises ValueError if the state is of another optimizer.
+    Numbers in param_groups are restored, as some optimizers count their steps there, except the
+    learning rates. Raises ValueError if other options or the shapes of tensors differ.
     """
     names = {
         "AdamW": ("step", "exp_avg", "exp_avg_sq"),
@@ -1287,33 +1339,34 @@ def load_optimizer(optimizer, saved):
 
 
 def resume(args, gpt, optimizers, train_loader, log):
-    """Collective: load the checkpoint that args ask for; return its step, or 0 without one.
+    """Collective: load the checkpoint selected by args.resume; return its step, or 0 without one.
 
-    If an older checkpoint is resumed, newer ones are renamed, so that "auto" does not take them.
+    If it is not the newest one, newer ones are renamed, so that resume=auto does not pick them.
     """
     path, state = on_all_ranks(find_checkpoint, args, log) or (None, None)
-    check_ranks_agree({"checkpoints": state and state["step"]}, "let log_dir be a shared folder")
+    step = None if state is None else state["step"]
+    check_ranks_agree({"checkpoints": step}, "put log_dir on a shared filesystem")
     if state is None:
         return 0
     on_all_ranks(load_run_state, path, state, gpt, optimizers, train_loader, log)
     if state.get("dtype") != str(gpt.dtype):
-        log(f"{path} was trained with products:{state.get('dtype')}, and goes on with {gpt.dtype}")
+        log(f"{path} was trained with {state.get('dtype')} and continues with {gpt.dtype}")
     if args.resume != "auto" and log.file is not None:
         for newer in checkpoints_in(log.folder):
             if newer.name > path.name and newer.parent.resolve() == path.parent.resolve():
                 newer.rename(newer.with_name(f"{newer.name}.abandoned"))
-                log(f"renamed {newer} to {newer.name}.abandoned, because {path} is older")
-    return state["step"]
+                log(f"renamed {newer} to {newer.name}.abandoned, because {path} is resumed")
+    return step
 
 
 # ---- Processes ----------------------------------------------------------------------------------
 def join_processes(args):
     """Join torchrun's processes, if there are any; return (rank, world_size, device).
 
-    Raises UserError if the environment or the device cannot work.
+    Raises UserError if the environment or the device is unusable.
     """
     if int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "RANK" not in os.environ:
-        raise UserError("SLURM_NTASKS is above 1 without torchrun: use srun torchrun, or unset it")
+        raise UserError("SLURM_NTASKS > 1, but torchrun did not start the run: use srun torchrun")
     device = choose_device(args)
     gpu = device if device.type == "cuda" else None
     if gpu is not None:
@@ -1328,7 +1381,14 @@ def join_processes(args):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(attempt, store)
         backend = "cpu:gloo,cuda:nccl" if gpu is not None else "gloo"
-        dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=gpu)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=gpu,
+        )
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size(), device
     return 0, 1, device
@@ -1342,7 +1402,9 @@ def choose_device(args):
     if gpus == 0 and args.device == "auto":
         return torch.device("cpu")
     if gpus == 0:
-        raise UserError("device=cuda, but PyTorch sees no GPU: pass --device=cpu, or install a GPU")
+        raise UserError(
+            "device=cuda, but PyTorch sees no GPU: pass --device=cpu, or check the driver"
+        )
     if not torch.cuda.is_available():
         raise UserError("PyTorch cannot use the GPUs: update their driver, or pass --device=cpu")
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -1355,7 +1417,7 @@ def choose_device(args):
 
 
 def product_dtype(args, device):
-    """Return the dtype of matrix products: for "auto", bfloat16 if the device has instructions."""
+    """Return the dtype of matmuls: for "auto", bfloat16 if the device supports it natively."""
     if args.dtype != "auto":
         return getattr(torch, args.dtype)
     if device.type == "cuda":
@@ -1368,19 +1430,20 @@ def product_dtype(args, device):
 
 
 def configure_backend(args, device):
-    """Set PyTorch's global options for training on this device; no other place does."""
+    """Set PyTorch's global options for this device. This is the only place that does."""
     from torch._functorch import config as functorch_config  # slow to import
 
-    torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad warns unless this is chosen
+    torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad warns unless this is set
     if device.type == "cuda":
         return
     # Measured on CPUs: without the fused attention kernel, short sequences train faster. Despite
     # their name these two options also act on CPUs; the second keeps the scores in bfloat16.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    # Recompute some activations in the backward pass, which costs CPUs less than to load them.
+    # Recompute some activations in the backward pass, which is cheaper on a CPU than loading them.
     functorch_config.activation_memory_budget = 0.7
-    # Otherwise threads sum the gradients of equal tokens in any order, and no run repeats its bits.
+    # Otherwise threads add the gradients of repeated tokens in arbitrary order, and runs are not
+    # bit-reproducible.
     torch.use_deterministic_algorithms(True)
 
 
@@ -1394,9 +1457,9 @@ def all_gather_objects(value):
 
 
 def on_all_ranks(function, *arguments):
-    """Collective: return function(*arguments); if it fails on one rank, all raise its UserError.
+    """Collective: return function(*arguments); if one rank raises UserError, all do.
 
-    The function must not contain a collective.
+    The function must not call a collective.
     """
     result = None
     failure = ""
@@ -1430,13 +1493,13 @@ def check_ranks_read_the_same(loader, args):
 
     The ranks of one machine share its files, so each reads a part of them.
     """
-    if loader.world_size == 1:
+    local_rank = int(os.environ.get("LOCAL_RANK", loader.rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", loader.world_size))
+    if local_size == loader.world_size:  # there is only one machine
         return
     sizes = [size for size, _ in loader.contents]
     check_ranks_agree({"the sizes of their shards": sizes}, "give all machines the same data")
     needed = 1 + np.searchsorted(loader.ends, args.num_iterations * loader.tokens_per_step)
-    local_rank = int(os.environ.get("LOCAL_RANK", loader.rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", loader.world_size))
     checksums = {}
     for i in range(local_rank, min(needed, len(loader.paths)), local_size):
         checksums[i] = crc32_of_file(loader.paths[i])
@@ -1449,19 +1512,20 @@ def check_ranks_read_the_same(loader, args):
 
 
 # ---- Main ---------------------------------------------------------------------------------------
-def open_data(args, rank, world_size, device):
-    """Return (train_loader, val_loader). Raises UserError if the run is not possible with them."""
+def check_memory(args):
+    """Raise UserError if the model and its optimizers exceed the memory of this machine."""
     rows = args.vocab_size + 12 * args.n_layer * args.n_embd
     if args.max_ngram > 1:
         rows += args.ngram_rows
     params = args.n_embd * rows
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    max_params = memory // 12  # bytes, for float32 weights and two moments
+    max_params = memory // 12  # 12 bytes per parameter: float32 weight and two moments
     if params > max_params:
-        raise UserError(
-            f"the model has {params} parameters, but {max_params} fit in this machine's memory: "
-            f"lower n_embd, n_layer or ngram_rows"
-        )
+        raise UserError(f"{params} parameters exceed the memory, which holds {max_params}")
+
+
+def open_data(args, rank, world_size, device):
+    """Return (train_loader, val_loader). Raises UserError if the data do not fit the settings."""
     shared = (args.sequence_length, rank, world_size, device, args.vocab_size)
     train_loader = DistributedDataLoader(args.train_files, args.batch_size, *shared)
     max_steps = (train_loader.total_tokens - 1) // train_loader.tokens_per_step
@@ -1476,8 +1540,8 @@ def open_data(args, rank, world_size, device):
     max_val_tokens = (val_loader.total_tokens - 1) // T * T
     if args.val_tokens % T or args.val_tokens > max_val_tokens:
         raise UserError(
-            f"val_tokens={args.val_tokens} must be a multiple of {T} up to {max_val_tokens}, which "
-            f"{args.val_files!r} holds"
+            f"val_tokens={args.val_tokens} must be a multiple of {T} up to {max_val_tokens}, the "
+            f"tokens in {args.val_files!r}"
         )
     if set(train_loader.contents) & set(val_loader.contents):
         raise UserError("train_files and val_files match the same shard: keep them apart")
@@ -1485,7 +1549,7 @@ def open_data(args, rank, world_size, device):
 
 
 def warm_up(gpt, args, val_loader):
-    """Compile the model by a validation and a training pass, then return the seconds of another."""
+    """Compile the model in a validation and a training pass; return the seconds of a second one."""
     gpt.compile(dynamic=False, fullgraph=args.max_ngram < 2, disable=not args.compile)
     inputs, targets = val_loader.next_batch()
     with torch.no_grad():
@@ -1507,15 +1571,15 @@ def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
     with log.timed("validation"):
         loss = evaluate(gpt, val_loader, args.val_tokens, check_stop)
         sums = [p.view(torch.int32).sum(dtype=torch.int32) for p in gpt.parameters()]
-        weights = sum(sums).item()  # wraps around
-        check_ranks_agree({"their weights": weights}, "resume the last checkpoint")
+        checksum = sum(sums).item()  # of the weights' bits; it wraps around
+        check_ranks_agree({"the checksum of their weights": checksum}, "resume from a checkpoint")
         data_hash = train_loader.data_hash()
     log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash}")
     return loss
 
 
 def read_batch_or_stop(train_loader, stop):
-    """Collective: return this rank's next batch; raise StopRequested if one rank must stop."""
+    """Collective: return this rank's next batch; raise StopTraining if one rank must stop."""
     batch, failure = None, ""
     try:
         batch = train_loader.read_batch()
@@ -1528,8 +1592,8 @@ def read_batch_or_stop(train_loader, stop):
 def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop):
     """Collective: train and validate in turn; return the last validation loss.
 
-    Raises StopRequested if a rank must stop. Then model and train_loader are as after the last
-    complete step. Raises UserError if a loss is not finite.
+    Raises StopTraining if a rank must stop. Model and train_loader are then in the state after
+    the last complete step. Raises UserError if a loss is not finite.
     """
     steps = range(first_step, args.num_iterations)
     if log.live:
@@ -1558,8 +1622,8 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
             bad = [name for (name, _), norm in named_norms if not math.isfinite(norm)]
             bad_of_ranks = all_gather_objects(bad)
             raise UserError(
-                f"train_loss is {loss} at step {step + 1}: lower the learning rates; gradients "
-                f"that are not finite, by rank: {bad_of_ranks}"
+                f"train_loss is {loss} at step {step + 1}: lower the learning rates; parameters "
+                f"with gradients that are not finite, by rank: {bad_of_ranks}"
             )
         smooth_loss = loss if step == first_step else 0.9 * smooth_loss + 0.1 * loss
         if log.live:
@@ -1575,12 +1639,12 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
 def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
     """Collective: save a checkpoint of the last complete step; log that a signal stopped the run.
 
-    Raises UserError if the checkpoint cannot be written, or if it was not a signal but a failure.
+    Raises UserError if the checkpoint cannot be written, or if a failure was the reason to stop.
     """
     step = train_loader.position // train_loader.tokens_per_step
     if not save_checkpoint(gpt, optimizers, train_loader, log, args):
         last = log.checkpoints[-1] if log.checkpoints else "step 0"
-        raise UserError(f"stopped after step {step} without saving: all after {last} is lost")
+        raise UserError(f"stopped after step {step} without saving: progress since {last} is lost")
     if failure:
         raise UserError(f"stopped after step {step}, which is saved: {failure}")
     log(f"stopped by a signal after step {step}")
@@ -1591,27 +1655,31 @@ def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
     first_step = resume(args, gpt, optimizers, train_loader, log)
     log.header(args, gpt, optimizers, train_loader, val_loader)
     if args.resume:
-        log(f"resume={args.resume}: going on after step {first_step}")
-    log("compiling, up to a minute; the first loss is high, as the tied head repeats its input")
+        log(f"resume={args.resume}: continuing after step {first_step}")
+    log("compiling (up to a minute)")
+    log("a high first loss is expected: untrained, the tied head predicts its own input token")
     with log.timed("compile"):
         seconds = warm_up(gpt, args, val_loader)
-    seconds *= train_loader.tokens_per_step / val_loader.tokens_per_step
+    seconds *= train_loader.tokens_per_step / val_loader.tokens_per_step  # micro-batches per step
     seconds_left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
-    log(f"about {seconds:.2g} s a step, {seconds_left} in all")
+    log(f"about {seconds:.2g} s per step, {seconds_left} remaining")
     try:
         val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop)
+    except StopTraining as reason:
+        failure = reason.failure
+    else:
         log.summary(args, train_loader, gpt, val_loss)
         return val_loss
-    except StopRequested as request:
-        failure = request.failure
+    # Outside of the except block, so that errors are not chained to StopTraining.
     save_and_stop(failure, gpt, optimizers, train_loader, log, args)
     return None
 
 
 def main(args, stop=None):
-    """Train a GPT as args say; return the last validation loss, or None if the run was stopped.
+    """Train a GPT as configured by args; return the last validation loss.
 
-    stop: a StopRequest, asked once per step.
+    stop: a StopRequest, polled at every step, and by a single process at every micro-batch. Returns
+    None if the run was stopped, or was finished before.
     """
     stop = stop or StopRequest()
     rank, world_size, device = join_processes(args)
@@ -1620,6 +1688,7 @@ def main(args, stop=None):
     source_hash = hashlib.sha256(SOURCE.encode()).hexdigest()[:16]
     facts = {**vars(args), "source": source_hash, "dtype": dtype, "torch": torch.__version__}
     check_ranks_agree(facts, "start all ranks alike")
+    on_all_ranks(check_memory, args)
     train_loader, val_loader = on_all_ranks(open_data, args, rank, world_size, device)
     val_tokens = val_loader.read(0, args.val_tokens + 1)
     val_hash = hashlib.sha256(val_tokens).hexdigest()[:16]
@@ -1638,18 +1707,19 @@ def main(args, stop=None):
     if not result:
         val_loss = run(args, log, gpt, optimizers, train_loader, val_loader, stop)
     elif rank == 0:
-        print(f"{log.path} is finished, nothing is left to do: {result}")
+        print(f"{log.path} is already finished, nothing to do: {result}")
     if dist.is_initialized():
         dist.destroy_process_group()
     return val_loss
 
 
 def describe_failure(error):
-    """Return (message, alone) of an exception; alone: other ranks may not have raised it."""
+    """Return (message, alone) for an exception; alone is True if other ranks may not raise it."""
     if isinstance(error, UserError):
         return str(error), isinstance(error, DataError)
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if out_of_memory or "DefaultCPUAllocator" in str(error):  # PyTorch has no class for a CPU's
+    # PyTorch has no exception class for running out of CPU memory.
+    if out_of_memory or "DefaultCPUAllocator" in str(error):
         return "out of memory: pass a --device_batch_size below the micro_batch in the log", True
     if dist.is_initialized() and isinstance(error, RuntimeError) and "gloo" in str(error):
         return f"lost another rank; its own message or torchrun's summary says why ({error})", False
@@ -1657,14 +1727,14 @@ def describe_failure(error):
 
 
 def cli(argv):
-    """Train as the command line says. If that fails, print why and exit with status 1.
+    """Train as configured on the command line. On failure, print why and exit with status 1.
 
-    What all ranks raise alike is printed by the first one only.
+    An error that every rank raises is printed only by the first one.
     """
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors import record  # not needed on import
 
     if sys.stdout is not None:
-        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal of ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")  # for an ASCII-only terminal
     stop = StopRequest()
     stop.catch_signals()
     try:

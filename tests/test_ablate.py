@@ -133,7 +133,7 @@ def test_fault_1_a_run_that_was_stopped_goes_on_from_its_checkpoint(tiny, tmp_pa
     cut = next(i for i, line in enumerate(lines) if line.startswith("step:3/"))
     log.write_text("".join(lines[:cut]))
     assert run(*arguments).startswith(f"b_seed1: {whole.val_loss:.4f}\n")
-    assert "\nresume=auto: going on after step 2\n" in log.read_text()
+    assert "\nresume=auto: continuing after step 2\n" in log.read_text()
     points = [point[:2] for point in runlog.read(log).points["train"]]
     assert points == [point[:2] for point in whole.points["train"]]
     assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", *names]

@@ -88,7 +88,7 @@ def test_the_file_alone_trains_is_killed_and_goes_on(processes, tiny, tmp_path, 
     done = finish(start(fields, processes, script, python=bare_python))
     assert done.returncode == 0, done.stderr
     step = int(re.search(r"\d+", last_saved)[0])
-    assert f"\nresume=auto: going on after step {step}\n" in done.stdout
+    assert f"\nresume=auto: continuing after step {step}\n" in done.stdout
     rows = losses(done.stdout)
     assert rows == losses(whole.stdout)[-len(rows) :]
     assert validations(done.stdout)[-1] == validations(whole.stdout)[-1]
@@ -129,7 +129,7 @@ def test_another_optimizer_is_a_change_of_one_line(name, dtype, tiny, tmp_path):
     assert done.returncode == -signal.SIGKILL
     done = run_forked(fields, 2, script)
     assert done.returncode == 0, done.stderr
-    assert "\nresume=auto: going on after step 4\n" in done.stdout
+    assert "\nresume=auto: continuing after step 4\n" in done.stdout
     last = "state_step0000000006.pt"
     assert bits(tmp_path / "logs" / "part" / last) == bits(tmp_path / "logs" / "w2" / last)
 
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_stays(processes, tiny,
     for resume in "auto", folder / "state_step0000000004.pt":
         done = run_forked({**fields, "run_id": "m", "resume": resume}, processes, script)
         assert done.returncode == 1
-        sentence = r".*4\.pt has the optimizers \['AdamW', 'Muon'\], not \['AdamW', 'SGD'\]"
+        sentence = r".*4\.pt was saved with \['AdamW', 'Muon'\], not \['AdamW', 'SGD'\]"
         assert re.search(rf"^train_gpt2\.py: {sentence}\n", done.stderr)
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -173,7 +173,7 @@ def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tiny, tmp_path):
     fields |= {"run_id": "part", "resume": "auto"}
     assert run_forked(fields, script=killed).returncode == -signal.SIGKILL
     done = run_forked(fields, script=killed)
-    assert done.returncode == 0 and "going on after step 4\n" in done.stdout, done.stderr
+    assert done.returncode == 0 and "continuing after step 4\n" in done.stdout, done.stderr
     paths = [tmp_path / "logs" / name / "state_step0000000006.pt" for name in ("whole", "part")]
     group = torch.load(paths[1], weights_only=True)["optimizers"][1]["param_groups"][0]
     assert group["count"] == 6

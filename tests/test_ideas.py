@@ -65,7 +65,7 @@ def test_an_idea_trains_and_goes_on_to_the_bit(idea, tiny, tmp_path):
     assert run_forked(fields, 2, script).returncode == -signal.SIGKILL
     done = run_forked(fields, 2, script)
     assert done.returncode == 0, done.stderr
-    assert "\nresume=auto: going on after step 4\n" in done.stdout
+    assert "\nresume=auto: continuing after step 4\n" in done.stdout
     last = "state_step0000000006.pt"
     assert bits(tmp_path / "logs" / "part" / last) == bits(tmp_path / "logs" / "w2" / last)
 

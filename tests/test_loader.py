@@ -370,7 +370,9 @@ def test_ten_thousand_damaged_files_are_each_a_clear_error(tmp_path):
 
 def test_what_is_no_readable_file_is_refused(tmp_path):
     pattern = str(tmp_path / "*.bin")
-    with pytest.raises(UserError, match=r"no file matches .*: run data/fineweb\.py or pack\.py"):
+    with pytest.raises(
+        UserError, match=r"no file matches .*: run data/fineweb\.py or data/pack\.py"
+    ):
         DistributedDataLoader(pattern, 1, 4, 0, 1, CPU)
     path = tmp_path / "s_1.bin"
     for make, unmake in (

@@ -541,7 +541,7 @@ def test_one_weight_of_one_rank_is_noticed(spoiled, tmp_path):
     arguments = str(tmp_path), spoiled
     for error in run_ranks(validate_at_the_end, 3, tmp_path / "ranks", *arguments):
         if spoiled:
-            assert error.startswith("the ranks differ in their weights (")
+            assert error.startswith("the ranks differ in the checksum of their weights (")
         else:
             assert error is None
 

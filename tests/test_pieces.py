@@ -196,7 +196,7 @@ def test_any_number_of_processes_trains_alike_and_goes_on_to_the_bit(dtype, tiny
         assert run_forked(part, n, script).returncode == -signal.SIGKILL
         done = run_forked(part, n, script)
         assert done.returncode == 0, done.stderr
-        assert "\nresume=auto: going on after step 4\n" in done.stdout
+        assert "\nresume=auto: continuing after step 4\n" in done.stdout
         last = "state_step0000000006.pt"
         assert bits(tmp_path / "logs" / f"part{n}" / last) == bits(
             tmp_path / "logs" / f"w{n}" / last

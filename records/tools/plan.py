@@ -288,7 +288,9 @@ def table_seconds(args, rates, tokens, micro_batches):
     summed = 4 * tokens * args.n_embd
     rows = summed * (args.max_ngram - 1)
     moved = (rows + summed) + (summed + rows) + rows
-    launches = micro_batches * (6 * (args.max_ngram - 1) + 6)  # 6 for a hash; 6 for all, backward too
+    launches = micro_batches * (
+        6 * (args.max_ngram - 1) + 6
+    )  # 6 for a hash; 6 for all, backward too
     stream = 1.0 if rates.measured else STREAM
     return moved / rates.memory / stream + launches * rates.eager
 
