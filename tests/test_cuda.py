@@ -185,6 +185,7 @@ def test_batches_are_those_of_the_cpu(tiny, device):
 def five_steps(settings, device):
     """Losses of five steps and evaluations after a warm-up, and the number of graphs after each."""
     args = Hyperparameters(**{**settings, "device": device.type})
+    train_gpt2.configure_backend(args, device)
     torch.manual_seed(args.seed)
     gpt = GPT(args, product_dtype(args, device)).to(device)
     optimizers = build_optimizers(gpt, args, 0, 1)
@@ -256,7 +257,7 @@ import train_gpt2
 
 share = 2**30 / torch.cuda.get_device_properties(0).total_memory
 torch.cuda.set_per_process_memory_fraction(share, 0)
-train_gpt2.command(sys.argv[1:])
+train_gpt2.cli(sys.argv[1:])
 """
 
 

@@ -74,7 +74,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def with_pieces(tmp_path_factory):
-    """The folder of a run with n-grams and a key offset."""
+    """The folder of a run with n-grams and a key shift."""
     pieces = dict(max_ngram=3, ngram_rows=997, key_shift=1)
     return train(tmp_path_factory.mktemp("pieces"), **pieces)
 
@@ -481,9 +481,7 @@ def test_parquet_rows_are_items_too(tmp_path, monkeypatch):
         write_items(tmp_path / "h.jsonl", ITEMS)
         assert evaluate.read_items(path) == evaluate.read_items(tmp_path / "h.jsonl")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        UserError, match=r"validation.parquet needs a package: .* pip install pyarr"
-    ):
+    with pytest.raises(UserError, match=r"validation.parquet needs a package: .* pip install pya"):
         evaluate.read_items(path)
 
 
@@ -508,7 +506,7 @@ def test_what_cannot_be_measured_is_one_sentence(tmp_path, capsys, monkeypatch):
         "cut.txt": r"cut\.txt is not UTF-8 \(at byte 2\)",
         "none.txt": r"none\.txt is not a file: name texts, shards, or -",
         ".": r"is not a file",
-        "cut.bin": r"cut\.bin is not a whole shard of tokens",
+        "cut.bin": r"cut\.bin is not a complete shard of tokens",
         "large.bin": r"large\.bin holds id 300, but vocab_size=257",
         "one.bin": r"one\.bin holds one token: nothing is left to predict",
     }.items():
@@ -537,7 +535,7 @@ def test_what_cannot_be_measured_is_one_sentence(tmp_path, capsys, monkeypatch):
 
 def test_validation_data_that_are_gone_or_fewer_are_one_sentence(tmp_path, capsys):
     path = blank(tmp_path, val_files=f"{tmp_path}/val_*.bin", val_tokens=32)
-    with pytest.raises(UserError, match="no data at"):
+    with pytest.raises(UserError, match="no file matches"):
         run(capsys, path)
     write_shard(tmp_path / "val_0.bin", range(32))
     with pytest.raises(UserError, match="holds 32 tokens, too few for the run's val_tokens=32"):

@@ -108,7 +108,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def pieces_logs(tmp_path_factory):
-    """As logs, of a run with n-grams and a key offset."""
+    """As logs, of a run with n-grams and a key shift."""
     return train(tmp_path_factory.mktemp("pieces"), **PIECES)
 
 
@@ -162,6 +162,7 @@ def save(path, gpt, **fields):
 
 def write(path, state):
     """Write what a file of weights holds, as a run does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     log = Log(Hyperparameters(), "x", rank=1)  # which writes nothing
     assert write_checkpoint(state, path, log)
 
@@ -307,18 +308,18 @@ def test_a_model_with_pieces_has_no_cache(model, pieces_model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("ngrams, key_shift", [(1, 0), (2, 0), (0, 1), (6, 3)])
-def test_pieces_of_any_size_at_any_length(ngrams, key_shift, tmp_path):
-    """Also of sequences that are shorter than an n-gram or the offset, with and without padding."""
+@pytest.mark.parametrize("max_ngram, key_shift", [(1, 0), (2, 0), (0, 1), (6, 3)])
+def test_pieces_of_any_size_at_any_length(max_ngram, key_shift, tmp_path):
+    """Also of sequences that are shorter than an n-gram or the shift, with and without padding."""
     shape = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=8, sequence_length=9, ngram_rows=61)
-    shape.update(max_ngram=ngrams, key_shift=key_shift)
+    shape.update(max_ngram=max_ngram, key_shift=key_shift)
     gpt = GPT(Hyperparameters(**shape))
     for p in gpt.parameters():
         torch.nn.init.normal_(p, std=0.5, generator=torch.Generator().manual_seed(p.numel()))
     save(tmp_path / "logs" / "x" / "model.pt", gpt, **shape)
     export.export(tmp_path / "logs" / "x" / "model.pt", tmp_path / "out")
     model = load_model(tmp_path / "out")
-    assert (model.ngrams is None) == (ngrams < 2)
+    assert (model.ngrams is None) == (max_ngram < 2)
     for length in range(1, 10):
         tokens = tokens_of(3, length)
         expected = gpt(tokens)
@@ -407,9 +408,9 @@ def test_the_files_of_a_model_with_pieces(pieces_folder, pieces_gpt):
         assert part in card
 
 
-@pytest.mark.parametrize("name", ["NgramTable.forward", "Attention.offset"])
+@pytest.mark.parametrize("name", ["NgramTable.forward", "Attention.shift"])
 def test_another_piece_is_not_exported(name, pieces_logs, tmp_path, monkeypatch):
-    change = {"NgramTable.forward": lambda *_: 0.0, "Attention.offset": lambda self, k, real: k}
+    change = {"NgramTable.forward": lambda *_: 0.0, "Attention.shift": lambda self, k, real: k}
     owner, _, method = name.partition(".")
     monkeypatch.setattr(getattr(modeling_gpt2_speedrun, owner), method, change[name])
     with pytest.raises(ValueError, match=r"differ from those of train_gpt2\.py's GPT by"):

@@ -1,8 +1,4 @@
-"""train_gpt2.py as a text to read: its size, its imports, its comments, and README's map of it.
-
-`python tests/test_file.py` writes the map into README.md, between `<!-- map -->` and
-`<!-- end -->`.
-"""
+"""train_gpt2.py as a text to read: its imports, its help and docstrings, README's map of it."""
 
 import ast
 import inspect
@@ -10,68 +6,23 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
+from readme_map import file_map, readme_is_true
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "train_gpt2.py"
-SOURCE = SCRIPT.read_text()
+SOURCE = (ROOT / "train_gpt2.py").read_text()
 TREE = ast.parse(SOURCE)
 NODES = list(ast.walk(TREE))
 FUNCTIONS = [node for node in NODES if isinstance(node, ast.FunctionDef)]
-CLASSES = [node for node in NODES if isinstance(node, ast.ClassDef)]
-RULER = re.compile(r"# ---- (.+?)[ -]*")
-MARKED = re.compile(r"(?<=<!-- map -->\n).*?(?=<!-- end -->)", re.S)
-
-
-def file_map(source):
-    """Return a table of the sections that the rulers of a file make: their lines and titles."""
-    lines = source.splitlines()
-    rulers = [(number, RULER.fullmatch(line)) for number, line in enumerate(lines, 1)]
-    sections = [(number, match[1]) for number, match in rulers if match]
-    ends = [number - 1 for number, _ in sections[1:]] + [len(lines)]
-    rows = ["| lines | section |", "|---|---|"]
-    for (first, title), end in zip(sections, ends):
-        while not lines[end - 1].strip():
-            end -= 1
-        rows.append(f"| {first}-{end} | {title} |")
-    return "\n".join(rows) + "\n"
 
 
 def lines_of(node):
     return node.end_lineno - node.lineno + 1
 
 
-def is_docstring(node):
-    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return is_constant and isinstance(node.value.value, str)
-
-
-# -----------------------------------------------------------------------------
-# Size and density
-
-
-def test_it_is_at_most_a_thousand_lines_of_100_columns():
-    lines = SOURCE.splitlines()
-    assert len(lines) <= 1000
-    assert max(map(len, lines)) <= 100
-
-
-def test_a_line_of_code_holds_at_most_11_and_a_half_nodes():
-    lines = [line.strip() for line in SOURCE.splitlines()]
-    code = [line for line in lines if line and not line.startswith("#")]
-    docstrings = sum(lines_of(node) for node in NODES if is_docstring(node))
-    density = len(NODES) / (len(code) - docstrings)
-    assert round(density, 1) <= 11.5
-
-
-def test_no_function_is_longer_than_45_lines():
-    assert {node.name: lines_of(node) for node in FUNCTIONS if lines_of(node) > 45} == {}
-
-
-def test_no_expression_assigns():
-    assert not [node.lineno for node in NODES if isinstance(node, ast.NamedExpr)]
+def test_no_function_is_longer_than_60_lines():
+    assert {node.name: lines_of(node) for node in FUNCTIONS if lines_of(node) > 60} == {}
 
 
 # -----------------------------------------------------------------------------
@@ -98,7 +49,8 @@ def test_it_needs_only_torch_and_numpy():
     assert not re.search(r"sys\.path|importlib|__import__|\bexec\(|\beval\(", SOURCE)
 
 
-# the modules that train_gpt2.py imports come first: what they do is theirs
+# What train_gpt2.py imports comes first: what those modules do is not its doing. The decorator
+# torch.compiler.disable imports torch._dynamo.
 IMPORT = """
 import json, os, signal, sys
 import numpy, torch
@@ -128,36 +80,22 @@ def test_importing_it_does_nothing_else(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# Comments and docstrings
+# Help and docstrings
 
 
-def setting_comments():
-    """Return {name: comment} of the settings, as they stand in the file."""
-    (settings,) = [node for node in CLASSES if node.name == "Hyperparameters"]
-    lines, comments = SOURCE.splitlines(), {}
-    for node in settings.body:
-        if isinstance(node, ast.AnnAssign):
-            _, _, comment = lines[node.end_lineno - 1].partition("  # ")
-            comments[node.target.id] = comment
-    return comments
-
-
-def test_every_setting_is_explained_beside_it_and_in_the_help(capsys, monkeypatch):
+def test_every_setting_is_explained_in_the_help(capsys):
     import train_gpt2
 
-    monkeypatch.setenv("COLUMNS", "1000")  # breaks no line
     with pytest.raises(SystemExit) as done:
         train_gpt2.parse_args(["--help"])
     assert done.value.code == 0
     printed = capsys.readouterr().out
     assert train_gpt2.__doc__.strip() in printed
-    comments, words = setting_comments(), " ".join(printed.split())
-    settings = fields(train_gpt2.Hyperparameters)
-    assert list(comments) == [field.name for field in settings]
-    for field in settings:
-        comment = comments[field.name]
-        assert len(comment) > 3 and f"{comment} (default: {field.default!r})" in words, field.name
-        assert f" --{field.name} " in words
+    words = " ".join(printed.split())
+    for field in fields(train_gpt2.Hyperparameters):
+        text = field.metadata["help"]
+        default = str(field.default) or "''"
+        assert len(text) > 3 and f" --{field.name} {default} {text} " in f"{words} ", field.name
 
 
 def public_objects(module):
@@ -199,22 +137,10 @@ def test_a_map_names_the_sections_and_their_lines():
     expected = "| lines | section |\n|---|---|\n| 3-4 | One: a, b |\n| 7-9 | Two-fold. To use |\n"
     assert file_map(source) == expected
     titles = re.findall(r"\| \d+-\d+ \| (\w+)", file_map(SOURCE))
-    assert titles == ["Settings", "Model", "Muon", "Data", "Training", "Log", "The"]
+    assert titles == [
+        "Settings", "Model", "Muon", "Data", "Training", "Log", "Processes", "Main",
+    ]  # fmt: skip
 
 
-def test_the_readmes_map_is_the_files():
-    found = MARKED.findall((ROOT / "README.md").read_text())
-    assert found == [file_map(SOURCE)], "run python tests/test_file.py"
-
-
-def write_map():
-    """Put the map into README.md, between its markers."""
-    readme = ROOT / "README.md"
-    text, found = MARKED.subn(lambda match: file_map(SOURCE), readme.read_text())
-    if found != 1:
-        sys.exit("README.md has no <!-- map --> ... <!-- end -->, each on a line of its own")
-    readme.write_text(text)
-
-
-if __name__ == "__main__":
-    write_map()
+def test_the_map_in_the_readme_is_that_of_the_file():
+    assert readme_is_true(), "run python records/tools/readme_map.py"

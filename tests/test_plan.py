@@ -213,6 +213,7 @@ def test_collectives_are_those_of_a_step(world_size):
     with torch.device("meta"):
         gpt = train_gpt2.GPT(SMALL)
     matrices = [p.numel() for p in gpt.h.parameters()]
+    stacks = train_gpt2.stacks_of(gpt.h.parameters())
     head = gpt.lm_head.weight.numel()
     if world_size == 1:
         assert not sent and not parts.get("communication")
@@ -221,9 +222,9 @@ def test_collectives_are_those_of_a_step(world_size):
         moved = sum(size for _, size in sent.values())
         # gradients in float32, updates in bfloat16, the loss and the sum of norms
         assert moved == 4 * (sum(matrices) + head) + 2 * sum(matrices) + 8
-        # of gradients, of scalars, and a round for as many matrices as ranks
+        # of gradients, of scalars, and a round for as many stacks of matrices as ranks
         assert sent.keys() == {"all_reduce"}
-        assert sent["all_reduce"][0] == 2 + math.ceil(len(matrices) / world_size)
+        assert sent["all_reduce"][0] == 2 + math.ceil(len(stacks) / world_size)
         takes = [plan.CALL + plan.COLLECTIVES["all_reduce"](world_size) * size / plan.BUS
                  for size in (4 * (sum(matrices) + head), 8)]  # fmt: skip
         assert parts["communication"] >= sum(takes) * (1 - 1e-9)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import json
 import os
 import re
@@ -20,12 +19,12 @@ import report
 import rerun
 import runlog
 import torch
-from conftest import ROOT, TINY, both_dtypes, write_shard
+from conftest import ROOT, TINY, StopAfter, both_dtypes, write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from train_gpt2 import GPT, Hyperparameters, main
+from train_gpt2 import CHANGEABLE_ON_RESUME, GPT, Hyperparameters, main
 
 # ---------------------------------------------------------------------------
 # logs to read
@@ -296,6 +295,50 @@ def test_resumed_log_counts_a_repeated_step_once(old, tmp_path):
             runlog.read(path)
 
 
+def test_what_a_resume_says_of_checkpoints_comes_before_its_header(tmp_path):
+    """In the log of another run_id, which a resume from a file begins."""
+    path = write_log(tmp_path / "a.txt")
+    expected = runlog.read(path).sources
+    said = "logs/a/state_step0000000020.pt was trained with products:torch.bfloat16, and goes on"
+    said += (
+        " with torch.float32\nrenamed logs/a/x.pt to x.pt.abandoned, because logs/a/y is older\n"
+    )
+    for line in said, "logs/a/state_step0000000020.pt is not a complete checkpoint\n" + said:
+        path.write_text(line + write_log(tmp_path / "b.txt").read_text())
+        assert runlog.read(path).sources == expected
+
+
+def test_settings_that_have_other_names_today_are_read_by_these(tmp_path):
+    pieces = {"max_ngram": 3, "key_shift": 1}
+    new = runlog.read(write_log(tmp_path / "new.txt", **pieces))
+    old = runlog.read(write_log(tmp_path / "old.txt", ngrams=3, key_offset=1))
+    assert new.settings == old.settings and new.settings.items() >= pieces.items()
+    assert {*runlog.RENAMED_SETTINGS.values()} <= Hyperparameters.__dataclass_fields__.keys()
+    append_log(tmp_path / "old.txt", **pieces)
+    assert runlog.read(tmp_path / "old.txt").settings == new.settings
+    append_log(tmp_path / "old.txt", **{**pieces, "key_shift": 2})
+    with pytest.raises(ValueError, match="if resumed, the same source and settings again"):
+        runlog.read(tmp_path / "old.txt")
+
+
+def test_defaults_of_a_script_are_read_from_its_text():
+    expected = {name: f.default for name, f in Hyperparameters.__dataclass_fields__.items()}
+    assert runlog.defaults((ROOT / "train_gpt2.py").read_text()) == expected
+    old = runlog.read(ROOT / "records/2026-11-22_Learn_Faster/fresh_clone_seed1337.txt")
+    found = runlog.defaults(next(iter(old.sources.values())))
+    assert found["ngrams"] == found["key_offset"] == 0 and found["seed"] == 1337
+    assert found["num_iterations"] == 5100 and found["batch_size"] == 512
+
+
+def test_a_repetition_gives_settings_the_names_that_the_source_knows(tmp_path):
+    old = runlog.read(ROOT / "records/2026-11-22_Learn_Faster/fresh_clone_seed1337.txt")
+    assert {"--ngrams=6", "--key_offset=1"} <= {*rerun.arguments_of(old)}
+    assert len(rerun.arguments_of(old)) == len(old.settings.keys() - rerun.OUR_OWN)
+    source = (ROOT / "train_gpt2.py").read_text()
+    new = runlog.read(write_log(tmp_path / "a.txt", source=source, max_ngram=6, key_shift=1))
+    assert {"--max_ngram=6", "--key_shift=1"} <= {*rerun.arguments_of(new)}
+
+
 def rewind(path, before, after, **changes):
     """Append a start that resumes a log of write_log at step `before` and logs up to `after`."""
     text = path.read_text()
@@ -338,13 +381,12 @@ def test_fault_10_a_resumed_run_of_the_script_is_read(tiny):
     main(Hyperparameters(**own))
     path = f"{tiny['log_dir']}/a.txt"
     whole = runlog.read(path).points
-    micro_batches = itertools.count()  # a step has six, of two sequences each
     with open(path) as file:
         text = file.read().partition("\nresult ")[0] + "\n"
     with open(path, "w") as file:
         file.write(text)
     checkpoint = f"{tiny['log_dir']}/a/state_step{2:010d}.pt"
-    main(Hyperparameters(**own, resume=checkpoint), lambda: next(micro_batches) >= 6)
+    main(Hyperparameters(**own, resume=checkpoint), StopAfter(1))
     run = runlog.read(path)
     assert run.reached == 3 and run.fault == "unfinished"
     for kind, last in ("val", 3), ("train", 3):
@@ -372,9 +414,7 @@ LEGAL = {  # settings that a resumed run may have otherwise, and another value o
 
 
 def test_fault_14_the_settings_that_a_resume_may_change_are_the_scripts():
-    names = list(Hyperparameters.__dataclass_fields__)
-    assert names[names.index("train_files") :] == list(LEGAL)
-    assert set(LEGAL) == runlog.RESUMABLE
+    assert set(LEGAL) == runlog.RESUMABLE == set(CHANGEABLE_ON_RESUME)
 
 
 @pytest.mark.parametrize("name", LEGAL)

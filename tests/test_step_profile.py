@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -119,11 +120,11 @@ def test_the_parts_of_a_step_add_up_to_it(dtype, fields):
     seconds, ticks = ticks_of_a_step(run)
     assert sum(seconds.values()) == ticks
     assert run.parts == PARTS and set(PARTS) - set(seconds) == {"communication"}
-    micro_batches, matrices = 6, len(train_gpt2.params_of(run.optimizers[1]))
+    micro_batches, stacks = 6, len(train_gpt2.stacks_of(train_gpt2.params_of(run.optimizers[1])))
     assert seconds["forward"] == seconds["backward"] == micro_batches
-    assert seconds["Newton-Schulz"] == matrices == 6 * fields["n_layer"]
+    assert seconds["Newton-Schulz"] == stacks == 4  # of 8 square matrices, 2 wide, 2 tall ones
     assert seconds["AdamW"] == seconds["loader"] == 1
-    assert seconds["Muon"] == 1 + matrices  # before, between and after Newton-Schulz
+    assert seconds["Muon"] == 1 + stacks  # before, between and after Newton-Schulz
 
 
 def test_any_optimizers_have_parts_of_their_own(other_optimizers, fields):
@@ -137,10 +138,20 @@ def test_any_optimizers_have_parts_of_their_own(other_optimizers, fields):
 
 def test_a_step_asks_for_signals_as_training_does(fields):
     asked = []
-    run = step_profile.set_up(Hyperparameters(**fields), lambda: asked.append(None))
+
+    class Stop(train_gpt2.StopRequest):
+        def check(self):
+            asked.append("micro-batch")
+            super().check()
+
+        def check_ranks(self, failure=""):
+            asked.append("step")
+            super().check_ranks(failure)
+
+    run = step_profile.set_up(Hyperparameters(**fields), Stop())
     step_profile.train_steps(run, 1, Phases())
-    assert len(asked) == 6  # before each micro-batch
-    run.stop = lambda: True
+    assert asked == ["step"] + ["micro-batch"] * 6
+    run.stop.on_signal(signal.SIGTERM, None)
     with pytest.raises(train_gpt2.UserError, match="stopped by a signal"):
         step_profile.train_steps(run, 1, Phases())
 
@@ -215,7 +226,7 @@ def test_the_operations_of_newton_schulz_are_those_it_does(shape):
 def test_the_operations_of_forward_and_backward_are_those_they_do(fields):
     run = step_profile.set_up(Hyperparameters(**fields))
     work = step_profile.flops(run)
-    inputs, targets = run.train_loader.next_batch()
+    inputs, targets = run.train_loader.read_batch()
     with FlopCounterMode(display=False) as counter:
         loss = run.gpt(inputs, targets)
     assert work["forward"] == counter.get_total_flops()
@@ -292,7 +303,7 @@ def assert_most_expensive(kernels):
 
 
 FAULTS = {
-    "an unknown argument": ({"batchsize": 3}, "unrecognized arguments: --batchsize=3; --help"),
+    "an unknown argument": ({"batchsize": 3}, "unrecognized arguments: --batchsize=3. --help"),
     "too few steps": ({"num_iterations": 12}, "num_iterations=12: a profile takes 13 steps"),
     "too little data": ({"num_iterations": 99}, "{train_files!r} holds tokens for 15 steps: add"),
     "a bad value": ({"n_head": 5}, "n_embd=16 must be a multiple of 2 * n_head=5"),
@@ -301,7 +312,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_mistake_is_a_sentence_and_exit_status_1(fault, fields, monkeypatch, capfd):
-    monkeypatch.setattr(train_gpt2, "catch_signals", lambda: lambda: False)
+    monkeypatch.setattr(train_gpt2.StopRequest, "catch_signals", lambda self: None)
     changes, sentence = FAULTS[fault]
     with pytest.raises(SystemExit) as exit:
         step_profile.command(options({**fields, **changes}))

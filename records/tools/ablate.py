@@ -1,7 +1,7 @@
 """What each piece of a recipe is worth: leave one out, or add one, over the same seeds.
 
     python records/tools/ablate.py --best="--preset=cpu" --seeds 5 --out logs/ablation \\
-        --arm "no key offset: --key_shift=0" --arm "softcap: pieces/softcap.diff"
+        --arm "no key shift: --key_shift=0" --arm "softcap: pieces/softcap.diff"
     python records/tools/ablate.py --logs logs/ablation --picture logs/ablation.png
 
 An arm is a name and how it differs from the best settings: further settings, or a diff of

@@ -10,6 +10,7 @@ import dataclasses
 import glob
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -18,10 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -171,7 +172,7 @@ def check_data(args, rank, world_size, device):
         tokens = loader.read(0, min(loader.total_tokens, 10**7))
         highest = max(highest, tokens.max())
     train_loader, val_loader = loaders
-    planned, held = args.num_iterations * train_loader.window, train_loader.total_tokens
+    planned, held = args.num_iterations * train_loader.tokens_per_step, train_loader.total_tokens
     text = (
         f"{len(train_loader.paths)} + {len(val_loader.paths)} shards, {held:,} + "
         f"{val_loader.total_tokens:,} tokens; the run reads {planned:,} ({planned / held:.3f} "
@@ -220,7 +221,10 @@ def check_shards(loaders, rank, world_size):
 
 
 def check_ranks(loaders):
-    train_gpt2.check_ranks_agree("data", [loader.contents for loader in loaders])
+    """Compare the sizes and first tokens of all shards, by a checksum that is short to print."""
+    parts = zip(("train_files", "val_files"), loaders)
+    facts = {name: zlib.crc32(repr(loader.contents).encode()) for name, loader in parts}
+    train_gpt2.check_ranks_agree(facts, "give all machines the same data")
     return "the same data on all" if dist.is_initialized() else "one process", None
 
 
@@ -278,11 +282,10 @@ def check_attention(args, device, dtype):
 
     Of one block, two sequences and a small vocabulary, for none of these decides.
     """
-    args = dataclasses.replace(args, n_layer=1, vocab_size=64, compile=False)
+    args = dataclasses.replace(args, n_layer=1, vocab_size=64)
     gpt = train_gpt2.GPT(args, dtype).to(device)
     inputs = torch.zeros(2, args.sequence_length, dtype=torch.int64, device=device)
-    batch = inputs, inputs.clone()
-    train_gpt2.warm_up(gpt, args, SimpleNamespace(next_batch=lambda: batch))  # which chooses
+    train_gpt2.configure_backend(args, device)  # decides which kernels are allowed
     graph, found = [gpt(inputs, inputs).grad_fn], set()
     while graph:
         node = graph.pop()
@@ -335,7 +338,7 @@ def estimate_memory(args, gpt, optimizers, device, world_size, micro):
     Tests hold differences of it against those of runs on a CPU, in float32 and bf16, not compiled.
     """
     weights = sum(p.numel() for p in gpt.parameters())
-    states, saved_states = state_values(gpt, optimizers, world_size)
+    states, _ = state_values(gpt, optimizers, world_size)
     gradients, summed = gradient_values(args, gpt, world_size)
     head = gpt.lm_head.weight.numel()
     low = gpt.dtype.itemsize  # bytes of a product's result
@@ -343,7 +346,7 @@ def estimate_memory(args, gpt, optimizers, device, world_size, micro):
     backward = 4 * gradients + (low * products if low < 4 else 0)
     # chunks of the head's loss, bytes of a logit, and of a token and channel of a block beyond what
     # is named below: where no operations are fused, of each block and again of the one that runs
-    chunks = 2 if device.type == "cuda" else 8
+    max_chunks = 2 if device.type == "cuda" else 8
     logit, more = (8, 0) if args.compile else (12, 48)
     if device.type == "cuda" and args.compile:
         logit = 4  # as records/tools/plan.py has it: bf16 logits and their gradients
@@ -354,14 +357,17 @@ def estimate_memory(args, gpt, optimizers, device, world_size, micro):
     blocks = tokens * args.n_embd * (args.n_layer * width + more)
     if device.type == "cpu" and args.sequence_length <= 512:  # plain attention: scores are kept
         blocks += tokens * args.n_layer * low * args.n_head * args.sequence_length
-    chunk = min(tokens, max(512 * 50304 // args.vocab_size, tokens // chunks))
+    chunks = min(max_chunks, math.ceil(tokens / (512 * 50304 // args.vocab_size)))
+    chunk = math.ceil(tokens / chunks)
     logits = chunk * args.vocab_size * logit + 3 * 4 * head  # and the head's gradients
     backward += blocks + logits
-    file = 4 * (weights + saved_states * (args.save_every > 0))  # a checkpoint, read for its crc32
-    torch_itself = 350 * 2**20
-    if device.type == "cuda":
-        file = torch_itself = 0
-    most = max(backward, 4 * (gradients + summed), file)  # one after the other
+    # Saving checks that each tensor is finite, which takes 6 bytes a value, and before that
+    # collects the momenta of all ranks.
+    saving = 6 * max(p.numel() for p in gpt.parameters())
+    if args.save_every:
+        saving += 4 * sum(sum(owned_values(optimizer, world_size)) for optimizer in optimizers)
+    torch_itself = 0 if device.type == "cuda" else 350 * 2**20
+    most = max(backward, 4 * (gradients + summed), saving)  # one after the other
     return torch_itself + 4 * (weights + states) + most
 
 

@@ -173,7 +173,7 @@ def training_lines(state, run):
 
 def piece_lines(settings):
     """Return the items of the model card on the pieces that not every model has."""
-    longest, offset = settings.get("ngrams", 0), settings.get("key_shift", 0)
+    longest, shift = settings.get("max_ngram", 0), settings.get("key_shift", 0)
     lines = []
     if longest > 1:
         sizes = "2 tokens" if longest == 2 else f"2 to {longest} tokens"
@@ -182,8 +182,8 @@ def piece_lines(settings):
             f"row for each\n  n-gram of {sizes} that ends there, by its hash. The parameters "
             f"count it."
         )
-    if offset:
-        places = "1 position" if offset == 1 else f"{offset} positions"
+    if shift:
+        places = "1 position" if shift == 1 else f"{shift} positions"
         lines.append(f"The key of each position is that of {places} before; the first are zeros.")
     if lines:
         lines.append(
@@ -277,7 +277,7 @@ def write_model(folder, gpt, args, encoding):
     module = Path(MODELING).stem
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), encoding.eot_token)
     shape = "vocab_size", "n_layer", "n_head", "n_embd", "sequence_length"
-    pieces = "ngrams", "ngram_rows", "key_shift", "logit_softcap"
+    pieces = "max_ngram", "ngram_rows", "key_shift", "logit_softcap"
     config = {
         "model_type": "gpt2_speedrun",
         "architectures": ["GPT2SpeedrunForCausalLM"],

@@ -71,7 +71,7 @@ class Given(nn.Module):
 
 @contextlib.contextmanager
 def pytorchs_settings():
-    """Undo what train_gpt2.warm_up has set in this process; what it sets inside ends here."""
+    """Undo train_gpt2.configure_backend while inside; what it sets inside ends here."""
     reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
@@ -86,7 +86,7 @@ def pytorchs_settings():
 def traced(build, args, budget=None, gpu=True):
     """Return (forward, backward): the graphs of a micro-batch that inductor would compile.
 
-    build: returns the model. budget: of activation memory; None: as train_gpt2.warm_up sets it.
+    build: returns the model. budget: of activation memory; None: as configure_backend sets it.
     On a machine without a GPU the tensors are a CPU's: attention is another operation of the same
     size. is_cuda answers as on a GPU, if gpu is True; what asks for the device gets the CPU.
     """
@@ -123,6 +123,7 @@ def traced(build, args, budget=None, gpu=True):
             args.device_batch_size, args.sequence_length, dtype=torch.int64, device=device
         )
         batch = tokens, tokens.clone()
+        train_gpt2.configure_backend(args, torch.device("cuda" if gpu else "cpu"))
         train_gpt2.warm_up(model, args, SimpleNamespace(next_batch=lambda: batch))
     torch._dynamo.reset()
     sides = {False: [], True: []}

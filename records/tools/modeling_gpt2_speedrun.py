@@ -33,10 +33,10 @@ class GPT2SpeedrunConfig(PretrainedConfig):
         n_head=6,  # attention heads
         n_embd=768,  # channels
         sequence_length=1024,  # tokens that the model sees at most: those of its training
-        max_ngram=0,  # a table adds a row to the embedding for each n-gram of 2 to so many tokens
-        ngram_rows=2**18,  # of that table; n-grams share them by their hash
-        key_shift=0,  # positions from a key to its value
-        logit_softcap=0.0,  # s: logits z become s tanh(z / s); 0: they stay
+        max_ngram=0,  # longest n-gram in the table of n-grams; 0: no table
+        ngram_rows=2**18,  # rows of the n-gram table, shared by equal hashes
+        key_shift=0,  # positions by which each key is shifted right
+        logit_softcap=0.0,  # s: logits z are bounded by s tanh(z / s); 0: they are not
         use_cache=True,
         **others,
     ):
@@ -45,7 +45,7 @@ class GPT2SpeedrunConfig(PretrainedConfig):
         self.n_head = n_head
         self.n_embd = n_embd
         self.sequence_length = sequence_length
-        self.ngrams = ngrams
+        self.max_ngram = max_ngram
         self.ngram_rows = ngram_rows
         self.key_shift = key_shift
         self.logit_softcap = logit_softcap
@@ -55,7 +55,7 @@ class GPT2SpeedrunConfig(PretrainedConfig):
     @property
     def can_cache(self):
         """Whether keys and values are all that later positions need of the earlier ones."""
-        return self.ngrams < 2 and not self.key_shift
+        return self.max_ngram < 2 and not self.key_shift
 
 
 def norm(x):
@@ -93,11 +93,11 @@ def visible_keys(attention_mask, T, S, device):
 
 
 class NgramTable(nn.Module):
-    """Sum a table's rows of the last 2, 3, ... `longest` tokens, by hash."""
+    """Sum a table's rows of the last 2, 3, ... max_ngram tokens, found by hash."""
 
     def __init__(self, config):
         super().__init__()
-        self.longest = config.ngrams
+        self.max_ngram = config.max_ngram
         self.weight = nn.Parameter(torch.zeros(config.ngram_rows, config.n_embd))
 
     def forward(self, input_ids, real):  # (B, T), bool (B, T) or None; to (B, T, C)
@@ -105,7 +105,7 @@ class NgramTable(nn.Module):
         if real is not None:
             input_ids = input_ids * real  # padding is 0, as is what comes before a sequence
         total = 0.0
-        for distance in range(1, self.longest):
+        for distance in range(1, self.max_ngram):
             earlier = F.pad(input_ids, (distance, 0))[:, : input_ids.size(1)]
             hashes = hashes * 1000003 + earlier + 1  # modulo 2**64
             total = total + F.embedding(hashes % len(self.weight), self.weight)
@@ -124,7 +124,7 @@ class Attention(nn.Module):
     def heads(self, x):  # (B, T, C) to (B, H, T, D)
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
-    def offset(self, k, real):  # (B, H, T, D), bool (B, T) or None
+    def shift(self, k, real):  # (B, H, T, D), bool (B, T) or None
         """Give each position the key of key_shift positions before; zeros before the sequence."""
         if real is not None:
             k = k.masked_fill(~real[:, None, :, None], 0)
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         q = rotate(norm(self.heads(self.c_q(x))), cos, sin)
         k = norm(self.heads(self.c_k(x)))
         if self.key_shift:
-            k = self.offset(k, real)
+            k = self.shift(k, real)
         k = rotate(k, cos, sin)
         v = self.heads(self.c_v(x))
         if cache is not None:
@@ -176,7 +176,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.ngrams = NgramTable(config) if config.ngrams > 1 else None
+        self.ngrams = NgramTable(config) if config.max_ngram > 1 else None
         self.post_init()
 
     def get_input_embeddings(self):
@@ -210,14 +210,14 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: (B, T) int64. attention_mask: (B, S), 0 for padding; positions count padding,
         too, as rotary attention depends on distances alone. labels: (B, T), the input_ids that the
         tokens before them are to predict, -100 for those that do not count. logits_to_keep: only
-        those of so many last tokens; 0: all. A model with n-grams or a key offset makes no cache.
+        those of so many last tokens; 0: all. A model with n-grams or a key shift makes no cache.
         Raises ValueError where S is above sequence_length, or for a cache that such a model gets.
         """
         config = self.config
         use_cache = config.use_cache if use_cache is None else use_cache
         if past_key_values is not None and not config.can_cache:
             raise ValueError(
-                "with n-grams or a key offset keys and values are not all that later tokens need: "
+                "with n-grams or a key shift keys and values are not all that later tokens need: "
                 "give all tokens each time, without past_key_values"
             )
         if use_cache and config.can_cache and past_key_values is None:

@@ -259,7 +259,7 @@ def rest_of_step(args, rates, world_size, dtype):
         gpt = fused.without_storage(lambda: train_gpt2.GPT(args, dtype), "cpu")
         optimizers = train_gpt2.build_optimizers(gpt, args, 0, world_size)
         inputs = torch.zeros(args.batch_size // world_size, args.sequence_length, dtype=torch.int64)
-        loader = SimpleNamespace(next_batch=None)
+        loader = SimpleNamespace(read_batch=None)
         run = SimpleNamespace(train_loader=loader, optimizers=optimizers)
         for _ in range(2):  # the first step makes the optimizers' states
             model = Model(gpt)
@@ -288,9 +288,7 @@ def table_seconds(args, rates, tokens, micro_batches):
     summed = 4 * tokens * args.n_embd
     rows = summed * (args.max_ngram - 1)
     moved = (rows + summed) + (summed + rows) + rows
-    launches = micro_batches * (
-        6 * (args.max_ngram - 1) + 6
-    )  # 6 for a hash; 6 for all, backward too
+    launches = micro_batches * (6 * (args.max_ngram - 1) + 6)  # 6 a hash; 6 for all, backward too
     stream = 1.0 if rates.measured else STREAM
     return moved / rates.memory / stream + launches * rates.eager
 
@@ -441,7 +439,9 @@ def page(plan, device, world_size, most):
 
 def measured(args):
     """Return the least seconds of forward and backward of a micro-batch, compiled, on this CPU."""
-    gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, torch.device("cpu")))
+    device = torch.device("cpu")
+    train_gpt2.configure_backend(args, device)
+    gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, device))
     inputs = torch.randint(args.vocab_size, (args.device_batch_size, args.sequence_length))
     batch = inputs, inputs.roll(-1, 1)
     train_gpt2.warm_up(gpt, args, SimpleNamespace(next_batch=lambda: batch))
@@ -464,7 +464,7 @@ def parse(argv):
     parser.error = refuse
     parser.add_argument("--device", choices=[*DEVICES, "cpu"], default="H100")
     parser.add_argument("--world_size", type=int, default=1, help="GPUs")
-    parser.add_argument("--activation_memory_budget", type=float, help="default: warm_up's")
+    parser.add_argument("--activation_memory_budget", type=float, help="default: training's")
     parser.add_argument("--rows", type=int, default=15, help="of each table, at most")
     parser.add_argument("--record7", action="store_true", help="its own step, on 8xH100")
     parser.add_argument("--measure", action="store_true", help="time it, too; --device=cpu alone")
@@ -478,7 +478,7 @@ def parse(argv):
         refuse("--measure needs --device=cpu")
     args = train_gpt2.parse_args(rest)
     if own.record7 and (args.max_ngram or args.key_shift or args.logit_softcap):
-        refuse("--record7 has no n-grams, key offset or soft-cap: set them to 0")
+        refuse("--record7 has no n-grams, key shift or soft-cap: set them to 0")
     return own, args
 
 

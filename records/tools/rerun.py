@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from compare import check_finished, check_starts, differences, training_data
 from report import command
-from runlog import INCIDENTAL, ROOT, logs_in, packages, read, require
+from runlog import INCIDENTAL, RENAMED_SETTINGS, ROOT, defaults, logs_in, packages, read, require
 
 with packages():
     from scipy import stats
@@ -79,6 +79,14 @@ def fetch(run):
         subprocess.run([sys.executable, "data/fineweb.py", str(shards)], check=True)
 
 
+def arguments_of(run):
+    """Return the run's settings as command-line arguments, by the names that its source knows."""
+    known = defaults(next(iter(run.sources.values())))
+    names = {new: old for old, new in RENAMED_SETTINGS.items() if old in known}
+    settings = {n: v for n, v in run.settings.items() if n not in OUR_OWN and v is not None}
+    return [f"--{names.get(name, name)}={value}" for name, value in settings.items()]
+
+
 def repeat(run, fields, log_dir):
     """Train again as logged; return the path of the new log."""
     name = f"rerun_{run.path.stem}_{time.strftime('%Y%m%d-%H%M%S')}"
@@ -86,10 +94,8 @@ def repeat(run, fields, log_dir):
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     with tempfile.TemporaryDirectory() as folder:
         script = unpack(run, Path(folder).resolve())
-        settings = {n: v for n, v in run.settings.items() if n not in OUR_OWN and v is not None}
         argv = [sys.executable, *(launch if processes > 1 else []), str(script)]
-        argv += [f"--{n}={v}" for n, v in settings.items()]
-        argv += [*fields, f"--run_id={name}", f"--log_dir={log_dir}"]
+        argv += [*arguments_of(run), *fields, f"--run_id={name}", f"--log_dir={log_dir}"]
         done = subprocess.run(argv)
     require(done.returncode == 0, f"the repetition ended with exit status {done.returncode}")
     return log_dir / f"{name}.txt"

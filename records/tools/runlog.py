@@ -32,6 +32,7 @@ INCIDENTAL |= {"device_batch_size", "save_every", "keep_checkpoints", "resume", 
 RESUMABLE = {"train_files", "val_files", "allow_repeat", "val_loss_every", "val_tokens"}
 RESUMABLE |= {"target_val_loss", "save_every", "keep_checkpoints", "resume", "log_dir", "run_id"}
 RESUMABLE |= {"device", "device_batch_size", "compile", "comm_timeout"}
+RENAMED_SETTINGS = {"ngrams": "max_ngram", "key_offset": "key_shift"}  # old name: new name
 # what a script does that lacks a setting: these once could be chosen, or can be since
 IMPLIED = {"muon_coefficients": "quintic", "attention": "auto", "dtype": "auto"}
 IMPLIED |= {"max_ngram": 0, "ngram_rows": 2**18, "key_shift": 0, "logit_softcap": 0.0}
@@ -124,7 +125,7 @@ class Run:
         bf16 = self.facts.get("products") == "torch.bfloat16"
         if not (bf16 and peak and parameters and processes and self.tokens_per_second):
             return None
-        if self.settings.get("ngrams", 0) > 1:  # the table is only looked up
+        if self.settings.get("max_ngram", 0) > 1:  # the table is only looked up
             parameters -= self.settings["ngram_rows"] * self.settings["n_embd"]
         shape = (self.settings[name] for name in ("n_layer", "n_embd", "sequence_length"))
         return flops(parameters, *shape) * self.tokens_per_second / (peak * processes)
@@ -146,24 +147,46 @@ class Run:
         return float(found[0]) if found else None
 
 
+def with_new_names(settings):
+    """Return settings, a dict, under the names that train_gpt2.py gives them today."""
+    return {RENAMED_SETTINGS.get(name, name): value for name, value in settings.items()}
+
+
 def constant(node):
-    """Return the value of a literal or of arithmetic on literals, as in `8*64`; else None."""
+    """Return the value of a literal, or of `8*64`, `1+2` or `2**18` of literals; else None."""
     try:
         return ast.literal_eval(node)
     except ValueError:
         pass
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Add)):
-        left, right = constant(node.left), constant(node.right)
-        if isinstance(left, int) and isinstance(right, int):
-            return left * right if isinstance(node.op, ast.Mult) else left + right
+    if not isinstance(node, ast.BinOp):
+        return None
+    left, right = constant(node.left), constant(node.right)
+    if isinstance(left, int) and isinstance(right, int):
+        if isinstance(node.op, ast.Mult):
+            return left * right
+        if isinstance(node.op, ast.Add):
+            return left + right
+        # A foreign log must not make this compute for minutes.
+        if isinstance(node.op, ast.Pow) and abs(left) <= 2**16 and 0 <= right <= 64:
+            return left**right
     return None
 
 
 def defaults(source):
-    """Return {name: default} of the class Hyperparameters in a script."""
+    """Return {name: default} of the class Hyperparameters in a script.
+
+    A field is `name: type = default`, or `name: type = setting(default, ...)` since 2026-11-23.
+    """
     classes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef)]
-    fields = [n for c in classes if c.name == "Hyperparameters" for n in c.body]
-    return {n.target.id: constant(n.value) for n in fields if isinstance(n, ast.AnnAssign)}
+    nodes = [n for c in classes if c.name == "Hyperparameters" for n in c.body]
+    values = {}
+    for node in nodes:
+        if isinstance(node, ast.AnnAssign):
+            value = node.value
+            if isinstance(value, ast.Call) and ast.unparse(value.func) == "setting":
+                value = value.args[0]
+            values[node.target.id] = constant(value)
+    return values
 
 
 def read_ours(path, text):
@@ -173,14 +196,15 @@ def read_ours(path, text):
     the settings. A resumed run has one a start. Raises ValueError if they differ in source or in
     settings that define a run, which would be two runs in one log.
     """
-    # what a resume says of damaged checkpoints comes before its header
-    text = re.sub(r"\A(.* is not a whole checkpoint\n)+", "", text)
+    # What a resume says of checkpoints comes before its header.
+    said = "is not a (whole|complete) checkpoint$|was trained with products:|^renamed "
+    text = re.sub(rf"\A(?:(?=.*(?:{said})).*\n)+", "", text, flags=re.M)
     blocks = list(re.finditer(r"(?:^hyperparameter \w+=.*\n)+", text, flags=re.M))
     head = text[: blocks[0].start()]  # the sources
     settings = []
     for block in blocks:
         pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", block[0], flags=re.M)
-        settings.append({name: ast.literal_eval(value) for name, value in pairs})
+        settings.append(with_new_names({name: ast.literal_eval(value) for name, value in pairs}))
     but = INCIDENTAL | RESUMABLE | {"num_iterations"}
     for block, later in zip(blocks, settings):
         same = all(later.get(name) == settings[0][name] for name in settings[0].keys() - but)

@@ -46,9 +46,8 @@ def generate(gpt, tokens, count, choose, T, n_vocab):
     """Yield up to `count` ids that follow tokens, a list: each by choose(logits (n_vocab,))."""
     tokens = list(tokens)
     device = gpt.lm_head.weight.device
-    with mock.patch.object(
-        train_gpt2, "compute_logits", of_last_position(train_gpt2.compute_logits)
-    ):
+    of_last = of_last_position(train_gpt2.compute_logits)
+    with mock.patch.object(train_gpt2, "compute_logits", of_last):
         for _ in range(count):
             inputs = torch.tensor([tokens[-T:]], device=device)
             logits = gpt(inputs)[0, -1, :n_vocab]  # the rest of the vocabulary is padding

@@ -22,7 +22,7 @@ TOOLS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TOOLS.parent.parent), str(TOOLS)]
 from report import COLORS, command, headed, markdown, new_figure, save  # noqa: E402
 
-from train_gpt2 import GPT, Hyperparameters, Muon, matrix_cost, params_of  # noqa: E402
+from train_gpt2 import GPT, Hyperparameters, Muon, matrix_cost, params_of, stacks_of  # noqa: E402
 
 ARGS = Hyperparameters()
 COUNTS = [2**k for k in range(11)]  # GPUs
@@ -37,6 +37,8 @@ class Setup:
     """One device's times, ms in a step of 512 sequences, and its links. ValueError: impossible."""
 
     forward_backward_ms: float = stated(1120.0, "[another GPT-2][gpus]: 1,124 ms on one H100")
+    # An upper bound: wide matrices take fewer operations than the five full iterations that
+    # Muon.loads counts, 1.30 TFLOP in all.
     newton_schulz_ms: float = stated(8.2, "1.63 TFLOP (Muon.loads) at 200 TFLOP/s")
     adamw_ms: float = stated(0.4, "28 bytes of memory traffic a weight, 38.6M, at 2.7 TB/s")
     other_ms: float = stated(2.0, "a guess: applying updates, norms, loading, launches")
@@ -69,14 +71,17 @@ def network():
 
 @functools.cache
 def muon(W):
-    """Return the script's optimizer for W ranks: owners, loads, the order of its matrices."""
+    """Return the script's optimizer for W ranks: it knows the owners of matrices and the loads."""
     return Muon(list(network().h.parameters()), lr=0.0, world_size=W)
 
 
 def rounds(W):
-    """Return the W matrices whose updates travel together, of each round; fewer in the last."""
-    matrices = sorted(params_of(muon(W)), key=matrix_cost, reverse=True)
-    return [matrices[first : first + W] for first in range(0, len(matrices), W)]
+    """Return the matrices whose updates travel together, of each round.
+
+    They are those of W stacks; the last round may have fewer.
+    """
+    stacks = stacks_of(params_of(muon(W)))
+    return [list(itertools.chain(*stacks[first : first + W])) for first in range(0, len(stacks), W)]
 
 
 @functools.cache
@@ -116,7 +121,7 @@ def gradients_ms(setup, W):
 def signals_ms(setup, W):
     """Return ms of asking on the CPUs whether a signal came: gloo's ring, round to sum and to tell.
 
-    A step asks before each micro-batch; only the first time has the device nothing else to do.
+    Each step asks once, before its first micro-batch, when the device has nothing else to do.
     """
     return 2 * (W - 1) * setup.gloo_us / 1000
 

@@ -92,7 +92,7 @@ class Phases:
             (torch.Tensor, "backward", "backward"),
             (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
             (dist, "all_reduce", "communication"),
-            (run.train_loader, "next_batch", "loader"),
+            (run.train_loader, "read_batch", "loader"),
         ]
         calls += [(optimizer, "step", type(optimizer).__name__) for optimizer in run.optimizers]
         with contextlib.ExitStack() as patches:
@@ -102,13 +102,16 @@ class Phases:
             yield
 
 
-def set_up(args, stop=lambda: False):
+def set_up(args, stop=None):
     """Return a run as train_gpt2.main makes it, compiled and warm, before its first step."""
+    stop = stop or train_gpt2.StopRequest()
     steps = PLAIN + TIMED + TRACED
     if args.num_iterations < steps:
         raise UserError(f"num_iterations={args.num_iterations}: a profile takes {steps} steps")
     rank, world_size, device = train_gpt2.join_processes(args)
-    train_loader, val_loader = train_gpt2.open_data(args, rank, world_size, device)
+    train_gpt2.configure_backend(args, device)
+    place = rank, world_size, device
+    train_loader, val_loader = train_gpt2.on_all_ranks(train_gpt2.open_data, args, *place)
     torch.manual_seed(args.seed)
     gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, device)).to(device)
     optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
@@ -125,19 +128,24 @@ def set_up(args, stop=lambda: False):
 
 
 def train_steps(run, count, phases):
-    """Do so many steps as train_gpt2.train does, results read; return of each {part: seconds}."""
+    """Do so many steps as train_gpt2.train does, results read; return of each {part: seconds}.
+
+    Raises UserError if a signal came.
+    """
     loader, steps = run.train_loader, []
     for _ in range(count):
         phases.seconds = Counter()
         scale = train_gpt2.lr_multiplier(loader.position // loader.tokens_per_step, run.args)
         with record_function("step"), phases("other"):
-            batch = loader.next_batch()
-            result = train_gpt2.train_step(
-                run.gpt, run.optimizers, *batch, scale, run.args, run.stop
-            )
-            if result is None:
-                raise UserError("stopped by a signal")
-            result[0].item()
+            try:
+                batch = train_gpt2.read_batch_or_stop(loader, run.stop)
+                loss, _ = train_gpt2.train_step(
+                    run.gpt, run.optimizers, *batch, scale, run.args, run.stop.check
+                )
+            except train_gpt2.StopRequested as request:
+                raise UserError(request.failure or "stopped by a signal") from None
+            loss.item()
+            loader.advance()
         steps.append(phases.seconds)
     return steps
 
@@ -160,7 +168,10 @@ def measure(run):
 def newton_schulz_flops(shape):
     """Return the floating-point operations of Muon's five iterations on an (M, N) matrix."""
     m, n = sorted(shape)
-    return 5 * (4 * m * m * n + 2 * m**3)  # each time 2 products with X and 1 of (m, m)
+    # For a wide matrix two and three iterations share their products with X.
+    groups = (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1)
+    # Of a group: 2 products with X and 1 of (m, m), and 4 of (m, m) for each further iteration.
+    return sum(4 * m * m * n + 2 * m**3 + (count - 1) * 8 * m**3 for count in groups)
 
 
 def flops(run):
@@ -253,8 +264,8 @@ def report(run, groups, means, profiler):
         f"products:{run.gpt.dtype} peak:{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown'}\n"
         "median step: {:.2f} ms in training, {:.2f} with parts timed, {:.2f} under "
         "torch.profiler\n".format(*medians)
-        + f"rank 0, mean of {TIMED} steps of {loader.tokens_per_step:,} tokens; a GPU is awaited at both "
-        f"ends of a part, so that overlap shows in the trace alone:\n"
+        + f"rank 0, mean of {TIMED} steps of {loader.tokens_per_step:,} tokens; a GPU is awaited "
+        f"at both ends of a part, so that overlap shows in the trace alone:\n"
     )
     print(part_table(means, flops(run), peak))
     print(f"\nthe most expensive of {TRACED} steps under torch.profiler:\n")
@@ -262,7 +273,7 @@ def report(run, groups, means, profiler):
     print()
 
 
-def main(args, stop=lambda: False):
+def main(args, stop=None):
     """Profile steps of a run as args say, here or in torchrun's processes; rank 0 prints."""
     run = set_up(args, stop)
     *groups, profiler = measure(run)
@@ -283,7 +294,7 @@ def main(args, stop=lambda: False):
 def command(argv):
     """Do what the command line says; signals and failures are those of a training."""
     with mock.patch.object(train_gpt2, "main", main):
-        train_gpt2.command(argv)
+        train_gpt2.cli(argv)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import torch
 
 HELP = "file of weights, or a run's folder: its weights of the most steps (default: the newest)"
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT), str(ROOT / "data"), str(ROOT / "records" / "tools")]
 import pack  # noqa: E402
+from runlog import with_new_names  # noqa: E402
 
 from train_gpt2 import GPT, Hyperparameters, UserError, product_dtype  # noqa: E402
 
@@ -69,24 +70,22 @@ def read(path):
 
 
 def settings_of(state, path):
-    """Return the Hyperparameters of what a file of weights holds. Raises UserError if it has none,
-    or names so many layers that building the model would take minutes."""
+    """Return the Hyperparameters of what a file of weights holds.
+
+    Raises UserError if there are none, or if this train_gpt2.py does not allow them.
+    """
     known = Hyperparameters.__dataclass_fields__
     try:
-        settings = state["hyperparameters"].items()
-        args = Hyperparameters(**{name: value for name, value in settings if name in known})
+        settings = with_new_names(state["hyperparameters"]).items()
+        return Hyperparameters(**{name: value for name, value in settings if name in known})
     except (KeyError, TypeError, AttributeError, IndexError):
         raise UserError(f"{path} holds no settings of a run of train_gpt2.py") from None
-    if args.n_layer > 1000:
-        raise UserError(
-            f"{path} has n_layer={args.n_layer} in its settings, and train_gpt2.py trains at most "
-            f"1000 layers: give the weights of a run"
-        )
-    return args
+    except UserError as error:
+        raise UserError(f"{path} holds settings that are not allowed: {error}") from None
 
 
 def check_shapes(state, args, path):
-    """Raise UserError unless the file holds the weights of GPT(args), which takes no memory here."""
+    """Raise UserError unless the file holds the weights of GPT(args), built here without memory."""
     try:
         with torch.device("meta"):
             expected = {name: value.shape for name, value in GPT(args).state_dict().items()}
@@ -104,9 +103,13 @@ def check_shapes(state, args, path):
 
 def load(path, device="cpu", dtype=None):
     """Return (GPT in evaluation mode, its Hyperparameters, all that the file holds).
-    dtype: of products; without it what training takes on this device."""
+
+    dtype: of products; without it what training takes on this device. The hyperparameters that an
+    older script saved get the names that train_gpt2.py gives them today.
+    """
     state = read(path)
     args = settings_of(state, path)
+    state["hyperparameters"] = with_new_names(state["hyperparameters"])
     check_shapes(state, args, path)
     device = torch.device(device)
     gpt = GPT(args, dtype or product_dtype(args, device))
@@ -115,12 +118,11 @@ def load(path, device="cpu", dtype=None):
 
 
 def manifest_of(args):
-    """Return the manifest that data/pack.py wrote beside a run's training data, {} if none."""
-    path = ROOT / Path(args.train_files).parent / "manifest.json"
-    try:
-        return pack.read_manifest(path)
-    except OverflowError:  # an infinite number
-        raise UserError(f"{path} is no manifest of a pack: move it away") from None
+    """Return the manifest that data/pack.py wrote beside a run's training data, a dict.
+
+    Without a manifest it says nothing of the encoding and of the splits.
+    """
+    return pack.read_manifest(ROOT / Path(args.train_files).parent / "manifest.json")
 
 
 class Bytes(pack.BytesEncoding):

@@ -35,12 +35,13 @@ def ms_of(function, *arguments):
 def bench(args, rounds):
     """Print the table of a model that args define; args.log_dir takes the checkpoints."""
     _, _, device = train_gpt2.join_processes(args)
+    train_gpt2.configure_backend(args, device)
     torch.manual_seed(args.seed)
     gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, device)).to(device)
     optimizers = train_gpt2.build_optimizers(gpt, args, 0, 1)
     log = train_gpt2.Log(args, "bench", 0)
-    position = dict(position=0, data_hash="0" * 12, fingerprint=0)
-    loader = argparse.Namespace(state_dict=lambda: position)
+    state = dict(position=0, data_hash="0" * 12, fingerprint=0)
+    loader = argparse.Namespace(state_dict=lambda: state, tokens_per_step=1)
     shape = args.batch_size, args.sequence_length + 1
     tokens = torch.randint(args.vocab_size, shape).to(device)
 
@@ -50,7 +51,9 @@ def bench(args, rounds):
         loss.item()
 
     def save(number):
-        train_gpt2.save_checkpoint(number, gpt, optimizers, loader, log, args)
+        loader.position = number
+        if not train_gpt2.save_checkpoint(gpt, optimizers, loader, log, args):
+            sys.exit("a checkpoint could not be written")
 
     step()
     first = ms_of(save, 0)
@@ -58,7 +61,7 @@ def bench(args, rounds):
     for number in range(1, rounds + 1):
         steps.append(ms_of(step))
         saves.append(ms_of(save, number))
-    size = (log.folder / log.files[-1]).stat().st_size
+    size = (log.folder / log.checkpoints[-1]).stat().st_size
     everything, head = sum(p.numel() for p in gpt.parameters()), gpt.lm_head.weight.numel()
     least = 4 * (everything + 2 * head + (everything - head))  # weights, AdamW's two, momentum
     share = statistics.median(a / b for a, b in zip(saves, steps))

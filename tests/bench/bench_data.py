@@ -38,7 +38,7 @@ class PlainLoader:
 
     def __init__(self, paths, batch_size, T, rank, world_size):
         self.paths, self.T, self.shard = paths, T, -1
-        self.local, self.window = batch_size // world_size * T, batch_size * T
+        self.local, self.tokens_per_step = batch_size // world_size * T, batch_size * T
         self.first = rank * self.local
         self.advance()
 
@@ -52,8 +52,8 @@ class PlainLoader:
     def next_batch(self):
         tokens = self.tokens[self.position : self.position + self.local + 1]
         tokens = torch.tensor(tokens.astype(np.int32), dtype=torch.long)
-        self.position += self.window
-        if self.position + self.window >= len(self.tokens):
+        self.position += self.tokens_per_step
+        if self.position + self.tokens_per_step >= len(self.tokens):
             self.advance()
         return tokens[:-1].view(-1, self.T), tokens[1:].view(-1, self.T)
 

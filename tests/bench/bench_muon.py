@@ -23,8 +23,9 @@ import torch._dynamo
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "records" / "tools"), str(ROOT / "tests")]
 from plain import PlainMuon  # noqa: E402
+from step_profile import newton_schulz_flops  # noqa: E402
 
 import train_gpt2  # noqa: E402
 from train_gpt2 import Muon  # noqa: E402
@@ -238,12 +239,6 @@ def scaling(sets, rounds, processes):
 
 
 # ---- Many GPUs, by a model ----------------------------------------------------------------------
-def our_cost(shape):
-    """Floating-point operations of five of our iterations on a matrix."""
-    m, n = sorted(shape)
-    return 5 * (4 * m * m * n + 2 * m**3)
-
-
 def predict(shapes, W, flops, bandwidth, latency):
     """Milliseconds of a step: {method: time}."""
     ring = (W - 1) / W / bandwidth
@@ -253,18 +248,18 @@ def predict(shapes, W, flops, bandwidth, latency):
     def busiest(owners):
         loads = [0] * W
         for shape, owner in zip(shapes, owners):
-            loads[owner] += our_cost(shape)
+            loads[owner] += newton_schulz_flops(shape)
         return max(loads) / flops
 
     params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
     muon = Muon(params, lr=1e-4, world_size=W)
     balanced = busiest(muon.owner[p] for p in params)
     computed, travelled = [0.0] * W, 0.0
-    matrices = sorted(params, key=train_gpt2.matrix_cost, reverse=True)  # as Muon sends them
-    for first in range(0, len(matrices), W):
-        together = matrices[first : first + W]
+    stacks = train_gpt2.stacks_of(params)  # as Muon sends them
+    for first in range(0, len(stacks), W):
+        together = list(itertools.chain(*stacks[first : first + W]))
         for p in together:
-            computed[muon.owner[p]] += our_cost(p.shape) / flops
+            computed[muon.owner[p]] += newton_schulz_flops(p.shape) / flops
         size = sum(p.numel() for p in together)
         travelled = max(travelled, max(computed)) + 2 * ring * 2 * size + trips
     sent = ring * 2 * numel  # bf16, once around
@@ -282,7 +277,7 @@ def measured_flops():
     muon = Muon(parameters(SETS["GPT-2 124M"]), lr=1e-4, dtype=DTYPE)
     seconds_of(muon)
     spent = statistics.median(seconds_of(muon) for _ in range(5))
-    return sum(map(our_cost, SETS["GPT-2 124M"])) / spent
+    return sum(map(newton_schulz_flops, SETS["GPT-2 124M"])) / spent
 
 
 def simulate(tflops, gbytes, picture):

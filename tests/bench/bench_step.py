@@ -30,7 +30,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "records/tools", "tests", "tests/bench")]
@@ -76,15 +75,10 @@ def tokens_of(args, rank, world_size, device):
 
 
 def attention_of(run):
-    """Return a context in which only the kernel of a lever may run; warm_up cannot exclude it."""
-    import torch
+    """Return a context in which only the attention kernel of a lever may run."""
     from torch.nn.attention import sdpa_kernel
 
-    stack = contextlib.ExitStack()
-    if run.attention:
-        stack.enter_context(sdpa_kernel(run.attention))
-        stack.enter_context(mock.patch.object(torch.backends.cuda, "enable_flash_sdp"))
-    return stack
+    return sdpa_kernel(run.attention) if run.attention else contextlib.nullcontext()
 
 
 def prepare_plain(run, gpt, args, dtype):
@@ -92,7 +86,7 @@ def prepare_plain(run, gpt, args, dtype):
     import plain
 
     if args.max_ngram or args.key_shift or args.logit_softcap:
-        raise ValueError("the plain model has no n-grams and no key offset: set both to 0")
+        raise ValueError("the plain model has no n-grams and no key shift: set both to 0")
     model = plain.PlainGPT(args).to(gpt.lm_head.weight.device)
     model.load_state_dict(gpt.state_dict())
     optimizers = plain.plain_optimizers(model, args, dtype)
@@ -108,7 +102,11 @@ def prepare_plain(run, gpt, args, dtype):
 
 
 def prepare_script(train_gpt2, gpt, args, rank, world_size):
-    """Return (model, warm_up, step) of train_gpt2.py, as a lever has left the module."""
+    """Return (model, warm_up, step) of train_gpt2.py, as a lever has left the module.
+
+    This sets PyTorch's global options as training does. The plain step keeps PyTorch's own.
+    """
+    train_gpt2.configure_backend(args, gpt.lm_head.weight.device)
     optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
 
     def warm_up(batches):

@@ -15,6 +15,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend
 
 LEVERS = {}  # name: lever, in the order of the table
@@ -118,7 +119,7 @@ def one_product(train_gpt2, run):
 def loss_of_head(name, what, function, needs=""):
     """Add a lever that takes function(x, weight, targets) for the head's loss; weight as x."""
 
-    def apply(x, weight, targets, softcap):
+    def apply(x, weight, targets, softcap, needs_grad):
         assert softcap == 0, "the other heads have no soft-cap"
         return function(x, weight.type_as(x), targets).float()
 
@@ -148,10 +149,10 @@ if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
 
 def chunks(count):
     """Add a lever that computes the loss in so many chunks of tokens."""
-    size = "max(512 * 50304 // len(weight), len(x) // chunks)", f"-(-len(x) // {count})"
+    number = "min(max_chunks, math.ceil(len(x) / min_chunk_size))", f"{count}"
 
     def change(train_gpt2, run):
-        rewrite(train_gpt2, "ChunkedCrossEntropy", size)
+        rewrite(train_gpt2, "ChunkedCrossEntropy", number)
 
     lever(f"{count} chunks", f"the head's logits in {count} chunks")(change)
 
@@ -190,12 +191,12 @@ def regional(train_gpt2, gpt, **options):
         block.compile(**options)
     loss = train_gpt2.ChunkedCrossEntropy
     head = torch.compile(loss.apply, **options)
-    train_gpt2.ChunkedCrossEntropy = SimpleNamespace(apply=head, of_chunk=loss.of_chunk)
+    train_gpt2.ChunkedCrossEntropy = SimpleNamespace(apply=head, chunk_loss=loss.chunk_loss)
 
 
 def with_budget(budget):
     def compile_model(train_gpt2, gpt, **options):
-        train_gpt2.functorch_config.activation_memory_budget = budget
+        functorch_config.activation_memory_budget = budget
         nn.Module.compile(gpt, **options)
 
     return compile_model

@@ -17,15 +17,13 @@ import plain  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
-GPT, LOG_HEADER = train_gpt2.GPT, train_gpt2.Log.header
+GPT = train_gpt2.GPT
 
 
 def build_model(args, dtype):
     """Return the plain model with the weights of train_gpt2's. UserError: it lacks a part of it."""
     if args.max_ngram or args.key_shift or args.logit_softcap:
-        raise train_gpt2.UserError(
-            "the plain model has no n-grams and no key offset: set both to 0"
-        )
+        raise train_gpt2.UserError("the plain model has no n-grams and no key shift: set both to 0")
     weights = GPT(args).state_dict()  # first, for the seed's values are the next
     model = plain.PlainGPT(args)
     model.load_state_dict(weights)
@@ -40,10 +38,9 @@ def build_optimizers(model, args, rank, world_size):
     return plain.plain_optimizers(model, args, model.dtype)
 
 
-def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: False):
+def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=lambda: None):
     """Do what train_gpt2.train_step does, plainly; it looks at the loss, not at the gradients."""
-    if stop():
-        return None
+    check_stop()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             initial_lr = group.setdefault("initial_lr", group["lr"])
@@ -53,24 +50,19 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, stop=lambda: 
     return loss, torch.zeros(len(list(model.parameters())))
 
 
-def log_header(*given):
-    """Log the header with the source of this file in the place of train_gpt2's."""
-    with mock.patch.object(train_gpt2, "__file__", __file__):
-        LOG_HEADER(*given)
-
-
 def main(argv):
-    """Do what train_gpt2.py does with these arguments, with the plain model."""
-    with (
-        mock.patch.multiple(
-            train_gpt2,
-            GPT=build_model,
-            build_optimizers=build_optimizers,
-            train_step=train_step,
-        ),
-        mock.patch.object(train_gpt2.Log, "header", log_header),
+    """Do what train_gpt2.py does with these arguments, with the plain model.
+
+    The log begins with the source of this file.
+    """
+    with mock.patch.multiple(
+        train_gpt2,
+        GPT=build_model,
+        build_optimizers=build_optimizers,
+        train_step=train_step,
+        SOURCE=Path(__file__).read_text(encoding="utf-8"),
     ):
-        train_gpt2.command([*argv, "--compile=False"])
+        train_gpt2.cli([*argv, "--compile=False"])
 
 
 if __name__ == "__main__":

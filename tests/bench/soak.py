@@ -7,10 +7,11 @@ name) and sends SIGKILL or SIGTERM to a random rank, at a moment that is by chan
 start of the processes on, after a number of steps, or while a checkpoint is being written; at the
 last two torchrun itself may be hit (rank -1), which the ranks must answer by saving. After the last
 cycle the run goes on to its end. Among its checkpoints lie others that it did not write: a copy
-under another name, and a damaged one that seems to be the newest. Printed is a table of the cycles.
-The exit status is 1 unless all losses and hashes and the whole last checkpoint equal those of a run
-that nobody interrupted, no step is lost by a signal that a step could answer, every run ended
-within a minute of its signal, and no file that the run did not write has changed.
+under another name, and a damaged one that seems to be the newest, which a resume by name renames.
+Printed is a table of the cycles. The exit status is 1 unless all losses and hashes and the whole
+last checkpoint equal those of a run that nobody interrupted, no step is lost by a signal that a
+step could answer, every run ended within a minute of its signal, and no file that the run did not
+write has changed.
 """
 
 import argparse
@@ -107,12 +108,16 @@ class Run:
             path.write_bytes(content)
 
     def changed(self):
-        """Return the names of the foreign files that are no longer what they were."""
-        return [
-            path.name
-            for path, content in self.foreign.items()
-            if not path.exists() or path.read_bytes() != content
-        ]
+        """Return the names of the foreign files that are no longer what they were.
+
+        A resume from an older checkpoint adds .abandoned to the names of newer ones.
+        """
+        names = []
+        for path, content in self.foreign.items():
+            places = path, path.with_name(f"{path.name}.abandoned")
+            if not any(place.exists() and place.read_bytes() == content for place in places):
+                names.append(path.name)
+        return names
 
     def start(self, resume="auto"):
         return start({**self.settings, "resume": resume}, self.processes)
