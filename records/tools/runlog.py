@@ -22,14 +22,14 @@ POINT = re.compile(
     r"step:(?P<step>\d+)/(?P<last>\d+) (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms(?: data_hash:(?P<hash>\w+))?"
 )
-RESUMED = re.compile(r"resume=.*: going on after step (?P<step>\d+)")
+RESUMED = re.compile(r"resume=.*: (?:going on|continuing) after step (?P<step>\d+)")
 NAMES = {"seed", "run_id", "log_dir"}  # settings that tell repetitions apart
 CHECKS = {"checksum_every", "bytes_per_token"}  # settings that only older scripts had, of no effect
 # and those that fit a run to its machine: they do not change its result
 INCIDENTAL = NAMES | CHECKS
 INCIDENTAL |= {"device_batch_size", "save_every", "keep_checkpoints", "resume", "comm_timeout"}
 # settings that train_gpt2.py lets a resumed run change, besides num_iterations
-RESUMABLE = {"train_files", "val_files", "allow_repeat", "val_loss_every", "val_tokens"}
+RESUMABLE = {"train_files", "val_files", "allow_repeat", "val_loss_every"}
 RESUMABLE |= {"target_val_loss", "save_every", "keep_checkpoints", "resume", "log_dir", "run_id"}
 RESUMABLE |= {"device", "device_batch_size", "compile", "comm_timeout"}
 RENAMED_SETTINGS = {"ngrams": "max_ngram", "key_offset": "key_shift"}  # old name: new name
