@@ -5,8 +5,8 @@
 A cycle starts `torchrun train_gpt2.py --resume=...` (auto, or by chance the newest checkpoint's
 name) and sends SIGKILL or SIGTERM to a random rank, at a moment that is by chance any from the
 start of the processes on, after a number of steps, or while a checkpoint is being written; at the
-last two torchrun itself may be hit (rank -1), which the ranks must answer by saving. After the last
-cycle the run goes on to its end. Among its checkpoints lie others that it did not write: a copy
+last two torchrun itself may be hit (rank -1), which the ranks must answer by saving, or torchrun and
+all ranks at once by SIGTERM (rank -2), as `pkill -f` or a cgroup's stop does. After the last cycle the run goes on to its end. Among its checkpoints lie others that it did not write: a copy
 under another name, and a damaged one that seems to be the newest, which a resume by name renames.
 Printed is a table of the cycles. The exit status is 1 unless all losses and hashes and the whole
 last checkpoint equal those of a run that nobody interrupted, no step is lost by a signal that a
@@ -150,7 +150,9 @@ def cycle(run, choice):
     before = len(steps(run.log()))
     number = choice.choice([signal.SIGKILL, signal.SIGTERM])
     moment = choice.choice(["any", "steps", "write"])
-    rank = choice.randrange(0 if moment == "any" else -1, run.processes)  # -1: torchrun
+    rank = choice.randrange(0 if moment == "any" else -2, run.processes)
+    if rank == -2:
+        number = signal.SIGTERM
     by_name = choice.random() < 1 / 3 and bool(run.checkpoints())
     process = run.start(run.checkpoints()[-1] if by_name else "auto")
     pids = wait_for_moment(process, run, moment, choice)
@@ -159,7 +161,9 @@ def cycle(run, choice):
         if process.returncode:
             raise SystemExit(f"the run failed before its signal:\n{stderr}")
         return None
-    os.kill(process.pid if rank == -1 else pids[rank], number)
+    targets = {-1: [process.pid], -2: [process.pid, *pids]}.get(rank) or [pids[rank]]
+    for pid in targets:
+        os.kill(pid, number)
     sent = time.monotonic()
     try:
         _, stderr = process.communicate(timeout=60)
@@ -170,7 +174,7 @@ def cycle(run, choice):
     done = steps(log)[before:]
     saved = re.search(r"^stopped by a signal after step \d+\n\Z", log, re.M)
     finished = re.search(r"^result .*\n\Z", log, re.M)
-    answered = (saved or finished) if rank == -1 else "train_gpt2.py: " in stderr
+    answered = (saved or finished) if rank < 0 else "train_gpt2.py: " in stderr
     if process.returncode and done and not answered:
         raise SystemExit(f"no answer to {number.name} to rank {rank}:\n{stderr}")
     return dict(
