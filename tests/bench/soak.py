@@ -5,8 +5,9 @@
 A cycle starts `torchrun train_gpt2.py --resume=...` (auto, or by chance the newest checkpoint's
 name) and sends SIGKILL or SIGTERM to a random rank, at a moment that is by chance any from the
 start of the processes on, after a number of steps, or while a checkpoint is being written; at the
-last two torchrun itself may be hit (rank -1), which the ranks must answer by saving, or torchrun and
-all ranks at once by SIGTERM (rank -2), as `pkill -f` or a cgroup's stop does. After the last cycle the run goes on to its end. Among its checkpoints lie others that it did not write: a copy
+last two torchrun itself may be hit (rank -1), which the ranks must answer by saving, or torchrun
+and all ranks at once by SIGTERM (rank -2), as `pkill -f` or a cgroup's stop does. After the last
+cycle the run goes on to its end. Among its checkpoints lie others that it did not write: a copy
 under another name, and a damaged one that seems to be the newest, which a resume by name renames.
 Printed is a table of the cycles. The exit status is 1 unless all losses and hashes and the whole
 last checkpoint equal those of a run that nobody interrupted, no step is lost by a signal that a
