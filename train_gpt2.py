@@ -1,12 +1,12 @@
-"""Train GPT-2 124M to a validation loss of 3.28 on FineWeb, in one file.
+"""Single-file training of GPT-2 124M to a validation loss of 3.28 on FineWeb.
 
     torchrun --standalone --nproc_per_node=8 train_gpt2.py      # 8 GPUs
     python train_gpt2.py                                        # one GPU, or a CPU
     python train_gpt2.py --help                                 # all settings and presets
 
-The defaults are record 7 of the public NanoGPT speedrun (October 2024), whose log reports a
-validation loss of 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not run on a GPU
-yet. It needs torch and numpy.
+The defaults reproduce record 7 of the public NanoGPT speedrun (October 2024), whose log reports a
+validation loss of 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not been run on a
+GPU yet. It needs only torch and numpy.
 
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
@@ -34,8 +34,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, get_args
 
-# Every log begins with this source. Reading it before the slow imports ensures that the log shows
-# the code that is running, even if the file is edited right after launch.
+# Every log begins with the source of this file. It is read before the slow imports, so that the log
+# shows the running code even if the file is edited right after launch.
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 
 import numpy as np
@@ -46,13 +46,13 @@ from torch import nn
 
 try:
     from tqdm import tqdm
-except ImportError:  # then a terminal shows lines instead of a progress bar
+except ImportError:  # without tqdm, the terminal shows a line per step instead of a progress bar
     tqdm = None
 
 
 # ---- Settings -----------------------------------------------------------------------------------
 class UserError(ValueError):
-    """A mistake that the user can fix. It is shown in one line, without a traceback."""
+    """A mistake that the user can fix. It is shown on one line, without a traceback."""
 
     def __init__(self, message):
         super().__init__(" ".join(message.split()))
@@ -87,7 +87,7 @@ class Hyperparameters:
     max_ngram: int = setting(
         0,
         "model",
-        "longest n-gram hashed into the n-gram table; 0 disables the table",
+        "longest n-gram hashed into the n-gram table; 0 or 1 disables it",
         low=0,
         high=32,
     )
@@ -95,10 +95,13 @@ class Hyperparameters:
         2**18, "model", "rows of the n-gram table; n-grams with equal hashes share a row"
     )
     key_shift: int = setting(
-        0, "model", "shift keys right; with 1, a single layer can act as an induction head", low=0
+        0,
+        "model",
+        "positions to shift keys right; 1 lets a single layer act as induction head",
+        low=0,
     )
     logit_softcap: float = setting(
-        0.0, "model", "bound logits to (-s, s) by s * tanh(z / s); 0 disables it"
+        0.0, "model", "s: bound logits z to (-s, s) by s * tanh(z / s); 0 disables it"
     )
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto", "model", "dtype of matmuls; auto picks bfloat16 if the device supports it natively"
@@ -116,13 +119,13 @@ class Hyperparameters:
     )
     muon_momentum: float = setting(0.95, "training", "Muon's momentum", high=0.9999)
     warmdown_iters: int = setting(
-        1450, "training", "final steps over which the learning rates decay linearly to 0", low=0
+        1450, "training", "number of final steps over which learning rates decay to 0", low=0
     )
 
     train_files: str = setting(
         "data/fineweb10B/fineweb_train_*.bin",
         "data",
-        "glob of the training shards, read in the order of their names",
+        "glob of the training shards, read in name order",
     )
     val_files: str = setting(
         "data/fineweb10B/fineweb_val_*.bin", "data", "glob of the validation shards"
@@ -144,14 +147,11 @@ class Hyperparameters:
     )
     log_dir: str = setting("logs", "checkpoints", "folder for logs and checkpoints")
     save_every: int = setting(
-        0,
-        "checkpoints",
-        "steps between checkpoints; 0 saves only when a signal ends the run",
-        low=0,
+        0, "checkpoints", "steps between checkpoints; 0 saves only if the run is interrupted", low=0
     )
     keep_checkpoints: int = setting(2, "checkpoints", "number of recent checkpoints to keep")
     resume: str = setting(
-        "", "checkpoints", "checkpoint to resume; auto picks the newest of run_id, if any"
+        "", "checkpoints", "checkpoint to resume from; auto picks the newest of run_id, if any"
     )
 
     device: Literal["auto", "cuda", "cpu"] = setting(
@@ -161,7 +161,7 @@ class Hyperparameters:
         64, "machine", "maximum sequences per forward pass; lower it to save memory"
     )
     compile: bool = setting(
-        True, "machine", "use torch.compile; False starts sooner and trains slower"
+        True, "machine", "use torch.compile; False starts sooner but trains more slowly"
     )
     comm_timeout: int = setting(
         600, "machine", "seconds that a rank waits for the others before the run fails"
@@ -172,15 +172,18 @@ class Hyperparameters:
             if field.type in (int, float):
                 check_number(field, getattr(self, field.name))
         if self.n_embd % (2 * self.n_head):
-            raise UserError(f"n_embd={self.n_embd} must be a multiple of 2 * n_head={self.n_head}")
+            raise UserError(
+                f"n_embd={self.n_embd} must be a multiple of 2 * n_head = {2 * self.n_head}"
+            )
         if self.key_shift >= self.sequence_length:
-            raise UserError(f"key_shift={self.key_shift} must be less than sequence_length")
+            limit = f"sequence_length={self.sequence_length}"
+            raise UserError(f"key_shift={self.key_shift} must be less than {limit}")
         if self.logit_softcap and not 1 <= self.logit_softcap <= 1000:
-            raise UserError(f"logit_softcap={self.logit_softcap} must be 0 or from 1 to 1000")
+            raise UserError(f"logit_softcap={self.logit_softcap} must be 0 or between 1 and 1000")
         if not re.fullmatch(r"([\w-][\w.-]*)?", self.run_id):
-            raise UserError(f"run_id={self.run_id!r} may contain only letters, digits and -_.")
+            raise UserError(f"run_id={self.run_id!r} may contain only letters, digits, '-' and '_'")
         if self.resume == "auto" and not self.run_id:
-            raise UserError("--resume=auto also needs --run_id, the run to look for")
+            raise UserError("--resume=auto needs --run_id to know which run to resume")
 
 
 def check_number(field, value):
@@ -189,11 +192,11 @@ def check_number(field, value):
     if low is None:
         low = 1 if field.type is int else 0
     if not isinstance(value, (int, float)) or not low <= value <= high:
-        raise UserError(f"{field.name}={value!r} must be a number from {low} to {high}")
+        raise UserError(f"{field.name}={value!r} must be a number between {low} and {high}")
 
 
-# A resumed run may change these settings. The others must equal the checkpoint's, except that
-# num_iterations may grow. The data may move to other files, but must hold the same tokens.
+# A resumed run may change these settings. All others must match the checkpoint, except that
+# num_iterations may increase. The data may be in other files, but the tokens must be the same.
 CHANGEABLE_ON_RESUME = (
     "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss",
     "run_id", "log_dir", "save_every", "keep_checkpoints", "resume",
@@ -202,16 +205,16 @@ CHANGEABLE_ON_RESUME = (
 
 # --preset=NAME replaces defaults; settings on the command line override the preset.
 PRESETS = {
-    "record7": ("the defaults: GPT-2 124M on FineWeb, for 8 GPUs of 80 GB", {}),
-    "24gb": ("the same run on one GPU of 24 GB", dict(device_batch_size=32)),
+    "record7": ("the defaults: GPT-2 124M on FineWeb, for eight 80 GB GPUs", {}),
+    "24gb": ("the same run on one 24 GB GPU", dict(device_batch_size=32)),
     "candidate": (
-        "record 7 with bigrams, key shift and soft-cap; not run on a GPU yet",
+        "record 7 with bigrams, key shift and soft-cap in 4600 steps; untested",
         dict(
             max_ngram=2, ngram_rows=251519, key_shift=1, logit_softcap=15.0, num_iterations=4600
         ),
     ),
     "cpu": (
-        "the CPU record: 15 s of training on 2 cores; `bash run.sh` makes its data",
+        "the CPU record: 15 s of training on 2 cores; `bash run.sh` prepares its data",
         dict(
             device="cpu",
             train_files="data/torch_sources/train_*.bin",
@@ -223,7 +226,7 @@ PRESETS = {
         ),
     ),
     "laptop": (
-        "your own text, packed into data/mine: 6 minutes on 2 cores",
+        "for your own text, packed into data/mine; 6 minutes on 2 cores",
         dict(
             train_files="data/mine/train_*.bin",
             val_files="data/mine/val_*.bin",
@@ -239,7 +242,7 @@ PRESETS = {
 
 
 def parse_args(argv):
-    """Return the Hyperparameters that are specified by arguments such as --n_layer=6.
+    """Return the Hyperparameters specified by arguments such as --n_layer=6.
 
     Raises UserError for an unknown name or a value that is not allowed.
     """
@@ -270,10 +273,10 @@ def parse_args(argv):
             type=converters.get(field.type, str),
             choices=get_args(field.type) or None,  # the values of a Literal
             default=field.default,
-            metavar=str(field.default) or "''",
+            metavar=str(field.default) or "''",  # --help shows the default here
             help=help_of(field).replace("%", "%%"),
         )
-    # The first pass only finds the preset, whose values become the defaults of the second.
+    # The first pass only finds the preset, whose values become the defaults of the second pass.
     preset = parser.parse_known_args(argv)[0].preset
     parser.set_defaults(**PRESETS[preset][1])
     values = vars(parser.parse_args(argv))
@@ -282,7 +285,7 @@ def parse_args(argv):
 
 
 def help_of(field):
-    """Return the help text of a setting, with the values of a Literal."""
+    """Return the help text of a setting, followed by its choices if it is a Literal."""
     text = field.metadata.get("help", "")
     choices = ", ".join(get_args(field.type))
     return f"{text} ({choices})" if choices else text
@@ -298,7 +301,7 @@ def boolean(text):
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
 def norm(x):
     """RMSNorm over the last dimension, without a gain."""
-    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's epsilon, also for a bfloat16 x
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's epsilon, even if x is bfloat16
 
 
 class CastedLinear(nn.Linear):
@@ -332,7 +335,7 @@ class CausalSelfAttention(nn.Module):
         C = args.n_embd
         self.n_head = args.n_head
         self.key_shift = args.key_shift
-        self.c_q = CastedLinear(C, C, bias=False)  # separate, so that Muon orthogonalizes each one
+        self.c_q = CastedLinear(C, C, bias=False)  # separate: Muon orthogonalizes each on its own
         self.c_k = CastedLinear(C, C, bias=False)
         self.c_v = CastedLinear(C, C, bias=False)
         self.c_proj = CastedLinear(C, C, bias=False)
@@ -346,8 +349,8 @@ class CausalSelfAttention(nn.Module):
         q = norm(self.split_heads(self.c_q(x)))
         k = norm(self.split_heads(self.c_k(x)))
         v = self.split_heads(self.c_v(x))
-        # The key of each token moves key_shift positions to the right, before it gets the rotation
-        # of its new position. Zeros fill the gap.
+        # Shift keys key_shift positions to the right before the rotary embedding, so that they are
+        # rotated for their new positions. Zeros fill the gap.
         k = F.pad(k, (0, 0, self.key_shift, 0))[:, :, : k.size(2)]
         y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -377,7 +380,7 @@ class Block(nn.Module):
 
 
 class NgramTable(nn.Module):
-    """A second embedding table, looked up by hashes of the last 2, 3, ... max_ngram tokens.
+    """A second embedding table, indexed by hashes of the last 2, 3, ... max_ngram tokens.
 
     The rows found for a position are summed. The gradient is sparse.
     """
@@ -387,7 +390,6 @@ class NgramTable(nn.Module):
         self.max_ngram = args.max_ngram
         self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd))
 
-    @torch.compiler.disable  # torch.compile does not support sparse gradients
     def forward(self, inputs):  # (B, T) to (B, T, C)
         hashes = inputs
         rows = []
@@ -402,9 +404,9 @@ class NgramTable(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 with tied embedding and head.
+    """GPT-2 whose embedding and output head share their weights.
 
-    Weights are float32; activations and matrix products have the given dtype.
+    Weights are float32; activations and matmuls have the given dtype.
     """
 
     def __init__(self, args, dtype=torch.float32):
@@ -418,10 +420,10 @@ class GPT(nn.Module):
         self.logit_softcap = args.logit_softcap
 
     def forward(self, inputs, targets=None):
-        """Return the mean cross-entropy in nats (float32 scalar), or the logits (float32, B, T, V).
+        """Return the mean cross-entropy (float32, in nats), or float32 logits of shape (B, T, V).
 
-        inputs: (B, T) int64, T at most sequence_length. targets: the same shape, where -1 is
-        ignored; without them the logits are returned.
+        inputs: (B, T) int64, T at most sequence_length. targets: the same shape; entries of -1
+        are ignored. Without targets, the logits are returned.
         """
         # The table lookup is not compiled. Doing it first keeps the rest in one compiled graph.
         ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs)
@@ -433,7 +435,7 @@ class GPT(nn.Module):
         if targets is None:
             return compute_logits(x, weight.type_as(x), self.logit_softcap)
         x, targets = x.flatten(0, 1), targets.flatten()
-        needs_grad = torch.is_grad_enabled()  # always False inside of apply
+        needs_grad = torch.is_grad_enabled()  # inside apply, grad mode is always off
         return ChunkedCrossEntropy.apply(x, weight, targets, self.logit_softcap, needs_grad)
 
 
@@ -449,7 +451,8 @@ def compute_logits(x, weight, softcap):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy, computed one chunk of tokens at a time, together with its gradients.
 
-    The gradients are computed in forward, while the logits of a chunk exist; backward scales them.
+    The gradients are computed in forward, while a chunk's logits are in memory; backward only
+    scales them.
     The logits of all tokens are never materialized at once: for 64 x 1024 tokens of GPT-2 they
     would take 13.2 GB. Targets of -1 are ignored.
     """
@@ -461,9 +464,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
-        # As many logits as 512 tokens have with GPT-2's vocabulary: smaller chunks cost time.
+        # Tokens that have as many logits as 512 tokens of GPT-2's vocabulary; fewer are slower.
         min_chunk_size = 512 * 50304 // len(weight)
-        max_chunks = 2 if x.is_cuda else 8  # a GPU is faster with few, by plan.py's estimate
+        max_chunks = 2 if x.is_cuda else 8  # plan.py estimates that GPUs prefer few chunks
         chunks = min(max_chunks, max(1, len(x) // min_chunk_size))
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
@@ -504,27 +507,28 @@ def newton_schulz_polynomial(A):
 
 
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
-    """Orthogonalize G by five Newton-Schulz iterations: about U V^T for G = U S V^T.
+    """Orthogonalize G = U S V^T with five Newton-Schulz iterations: return about U V^T.
 
-    G: (M, N) or (K, M, N), of any float dtype and scale; it is not modified. dtype: used for the
-    matmuls. Returns a bfloat16 tensor of the same shape, whose singular values are near 1, not
-    exactly 1. Raises ValueError for any other shape.
+    G: (M, N) or (K, M, N), of any float dtype and scale; it is not modified. dtype: dtype of
+    the matmuls. Returns a bfloat16 tensor of the same shape, whose singular values are close to
+    1, but not exactly 1. Raises ValueError if G is not 2-D or 3-D.
     """
     if G.ndim not in (2, 3):
-        raise ValueError(f"G has shape {tuple(G.shape)}: it must be a matrix or a stack of them")
-    # The Frobenius norm is taken in float64, because squaring 1e30 overflows float32.
+        raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix or a stack of matrices")
+    # The Frobenius norm is computed in float64, because squaring 1e30 overflows float32.
     frobenius = torch.linalg.matrix_norm(G, keepdim=True, dtype=torch.float64)
     X = G.to(dtype) / (frobenius + 1e-7).to(dtype)
     tall = G.size(-2) > G.size(-1)
     m, n = sorted(G.shape[-2:])
-    # If one side is at least twice the other, it is cheaper to multiply the (m, m) polynomials of
-    # two and then of three iterations, and X only twice. More than three would lose precision.
+    # If one side is at least twice the other, it is cheaper to compose iterations: to multiply the
+    # small (m, m) polynomials of two iterations, then of three, and X only twice. Composing more
+    # than three would lose precision.
     schedule = (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1)
     for iterations in schedule:
         A = X.mT @ X if tall else X @ X.mT  # (m, m)
         P = newton_schulz_polynomial(A)
         for _ in range(iterations - 1):
-            P = newton_schulz_polynomial(P @ A @ P.mT) @ P  # P A P^T is the next A
+            P = newton_schulz_polynomial(P @ A @ P.mT) @ P  # P A P^T is A in the next iteration
         X = X @ P.mT if tall else P @ X
     return X.bfloat16()
 
@@ -533,17 +537,18 @@ class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz: replaces Nesterov momentum U S V^T with U V^T.
 
     Every direction in weight space is learned at the same rate. Each matrix belongs to one rank,
-    which is the only one to keep its momentum and to compute its update. All ranks apply it. Small
-    matrices of the same shape are processed together, see stacks_of.
+    which alone keeps its momentum and computes its update. All ranks apply the update. Small
+    matrices of the same shape are processed together (see stacks_of).
 
-    params: parameters of at least two dimensions; (M, ...) counts as a matrix (M, N). Gradients
-    must be summed or averaged over the ranks before, and set on all ranks or on none. lr: RMS
-    change per entry in one step. dtype: used for the matmuls. Raises ValueError if a parameter or
-    a value is invalid.
+    params: parameters with at least two dimensions; shape (M, ...) is flattened to (M, N). Their
+    gradients must already be summed or averaged over the ranks; either all ranks have the gradient
+    of a parameter, or none. lr: RMS change of an entry per step. dtype: used for the matmuls.
+    Raises ValueError if a parameter or a value is invalid.
 
-    Unlike torch.optim.Muon, it scales updates by sqrt(max(M, N)). An lr of torch.optim.Muon
-    corresponds to 0.2 * lr here for "match_rms_adamw", and to lr / sqrt(N) for "original". Both
-    shrink weights by lr * weight_decay per step, so multiply weight_decay by old lr / new lr.
+    Unlike torch.optim.Muon, it scales updates by sqrt(max(M, N)). To convert an lr from there,
+    multiply it by 0.2 if adjust_lr_fn is "match_rms_adamw", or divide it by sqrt(N) if it is
+    "original". Both optimizers shrink weights by lr * weight_decay per step, so also multiply
+    weight_decay by old lr / new lr.
     """
 
     def __init__(
@@ -555,17 +560,17 @@ class Muon(torch.optim.Optimizer):
                 f"and momentum less than 1"
             )
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} must be from 0 to world_size - 1 = {world_size - 1}")
+            raise ValueError(f"rank={rank} must be between 0 and world_size - 1 = {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
         self.dtype = dtype
-        self.owner = {}  # rank of each parameter
+        self.owner = {}  # the rank that owns each parameter
         self.loads = [0] * world_size  # cost of each rank's matrices
         # This calls add_param_group, which fills owner and loads.
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
-        """Add a group and assign its stacks of matrices to the ranks, the most expensive first."""
+        """Add a group; assign its stacks of matrices, largest first, to the least loaded ranks."""
         super().add_param_group(param_group)
         for p in param_group["params"]:
             if p.ndim < 2:
@@ -578,7 +583,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Collective: update all parameters in place; return the loss of closure, if given."""
+        """Collective: update all parameters in place; return the closure's loss, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -602,11 +607,11 @@ class Muon(torch.optim.Optimizer):
     def start_updates(self, bucket, group):
         """Compute this rank's updates for a bucket of stacks and start sending them to all ranks.
 
-        Return (bucket, slots, work): a bfloat16 slot for each stack, complete when work is done.
+        Return (bucket, slots, work). slots: a bfloat16 tensor per stack, valid once work is done.
         """
         sizes = [sum(p.numel() for p in stack) for stack in bucket]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=bucket[0][0].device)
-        slots = buffer.split(sizes)  # the slots of other ranks stay 0, so the sum is exact
+        slots = buffer.split(sizes)  # slots of other ranks stay 0, so the sum over ranks is exact
         for stack, slot in zip(bucket, slots):
             if self.owner[stack[0]] == self.rank:
                 slot.copy_(self.orthogonalized_momenta(stack, group).flatten())
@@ -624,11 +629,11 @@ class Muon(torch.optim.Optimizer):
             for p, update in zip(stack, slot.chunk(len(stack))):
                 if group["weight_decay"]:
                     p.mul_(1 - group["lr"] * group["weight_decay"])
-                scale = max(p.flatten(1).shape) ** 0.5  # makes the update's mean square 1
+                scale = max(p.flatten(1).shape) ** 0.5  # gives the update an RMS of 1
                 p.add_(update.view_as(p), alpha=-group["lr"] * scale)
 
     def orthogonalized_momenta(self, stack, group):
-        """Update the momenta of a stack; return them orthogonalized, (K, M, N) or (M, N)."""
+        """Update the momenta of a stack; return orthogonalized directions, (K, M, N) or (M, N)."""
         M, N = stack[0].flatten(1).shape
         directions = torch.empty(len(stack), M, N, dtype=self.dtype, device=stack[0].device)
         for p, direction in zip(stack, directions):
@@ -636,14 +641,14 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momentum = self.state[p]["momentum_buffer"]
             momentum.mul_(group["momentum"]).add_(p.grad)
-            # Nesterov: the direction is one step of momentum ahead.
+            # Nesterov: the direction looks one momentum step ahead.
             torch.add(p.grad, momentum, alpha=group["momentum"], out=direction.view_as(p))
         if len(stack) == 1:
-            directions = directions[0]  # a plain product is faster than a batched one
+            directions = directions[0]  # a plain matmul is faster than a batched one
         return zeropower_via_newtonschulz5(directions, self.dtype)
 
     def load_state_dict(self, state_dict):
-        """Load a state_dict of this rank, or this rank's part of a full one."""
+        """Load this rank's state_dict, or this rank's part of a full one."""
         super().load_state_dict(state_dict)
         for p, owner in self.owner.items():
             if owner != self.rank:
@@ -662,7 +667,7 @@ class Muon(torch.optim.Optimizer):
         return full
 
     def __getstate__(self):
-        """Return what pickle and copy.deepcopy need, also the attributes of this class."""
+        """Return what pickle and copy.deepcopy need, including the attributes of this class."""
         own = ("rank", "world_size", "dtype", "owner", "loads")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
@@ -676,9 +681,9 @@ def matrix_cost(p):
 def stacks_of(params):
     """Split params into stacks, the most expensive first.
 
-    Up to four matrices of the same shape, of at most 2**18 entries each, form a stack, which shares
-    batched matmuls. Stacks must not depend on the number of ranks, because batching may change the
-    last bits.
+    Up to four matrices of the same shape, with at most 2**18 entries each, form a stack and share
+    batched matmuls. Stacks must not depend on the number of ranks, because the batch size can
+    change the last bits of a result.
     """
     stacks = []
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
@@ -696,25 +701,27 @@ def params_of(optimizer):
 
 
 # ---- Data: shards of tokens, read as one stream -------------------------------------------------
-HEADER_SIZE = 256  # int32 values: 20240520, 1, number of tokens, zeros; uint16 tokens follow
+# A shard is a header of int32 values (magic number 20240520, version 1, number of tokens, zeros),
+# then the tokens as uint16.
+HEADER_SIZE = 256
 
 
 class DataError(UserError):
-    """A shard is unusable, perhaps only on this rank's machine, so the rank itself must say so."""
+    """A shard is unusable. Other machines may have a good copy, so every affected rank says so."""
 
 
 def check_shard(path):
-    """Return (number of tokens, an identity that changes when the file is replaced or written).
+    """Return (number of tokens, an identity that changes when the file is replaced or modified).
 
     Raises DataError if path is not a complete shard.
     """
-    if not os.path.isfile(path):  # opening a pipe would hang
+    if not os.path.isfile(path):  # also rejects a named pipe, which would block
         raise DataError(f"{path} is not a file: fetch data with data/fineweb.py or data/pack.py")
     header = np.fromfile(path, "<i4", HEADER_SIZE).tolist()
     status = os.stat(path)
     tokens, odd_bytes = divmod(status.st_size - 4 * HEADER_SIZE, 2)
     if tokens < 1 or odd_bytes or header != [20240520, 1, tokens] + [0] * 253:
-        raise DataError(f"{path} is not a complete shard of tokens: fetch it or pack it again")
+        raise DataError(f"{path} is not a complete shard of tokens: download or pack it again")
     return header[2], (status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
@@ -731,9 +738,9 @@ def crc32_of_file(path):
 class DistributedDataLoader:
     """Reads batches of consecutive tokens from all shards, laid end to end and repeated.
 
-    In each step rank r takes the r-th equal part of the same global batch, so the tokens of a step
-    depend on neither the number of ranks nor the size of micro-batches. Raises DataError if a
-    shard is missing, incomplete or changed, or holds a token that is not in the vocabulary.
+    At each step, rank r takes the r-th of world_size equal parts of the global batch, so the tokens
+    of a step depend on neither the number of ranks nor the size of micro-batches. Raises DataError
+    if a shard is missing, incomplete or changed, or holds a token outside the vocabulary.
     """
 
     pattern: str  # glob of the shards, which are sorted by name
@@ -745,7 +752,7 @@ class DistributedDataLoader:
     vocab_size: int = 65536
     position: int = 0  # where the next batch starts in the stream, in tokens
     hash_sum: int = 0  # hash of the sequences that this rank has trained on
-    batch_hash: int = 0  # hash of this rank's sequences in the batch that was read last
+    batch_hash: int = 0  # hash of this rank's sequences in the latest batch
 
     def __post_init__(self):
         self.paths = sorted(glob.glob(self.pattern))
@@ -755,14 +762,18 @@ class DistributedDataLoader:
             )
         for folder in {Path(path).parent for path in self.paths}:
             if (folder / ".pack").exists():
-                raise DataError(f"{folder} is being packed or incomplete: run data/pack.py again")
+                raise DataError(
+                    f"{folder} is being packed, or packing was interrupted: run data/pack.py"
+                )
         if self.batch_size % self.world_size:
-            raise UserError(f"batch_size={self.batch_size} must be a multiple of {self.world_size}")
+            raise UserError(
+                f"batch_size={self.batch_size} must be a multiple of the {self.world_size} ranks"
+            )
         self.tokens_per_step = self.batch_size * self.T
         self.shards = [check_shard(path) for path in self.paths]
         self.ends = np.cumsum([size for size, _ in self.shards]).tolist()  # positions in the stream
         self.total_tokens = self.ends[-1]
-        self.contents = []  # of each shard: its size and a crc32 of its first tokens
+        self.contents = []  # for each shard: its size and a crc32 of its first tokens
         for (size, _), end in zip(self.shards, self.ends):
             beginning = self.read(end - size, min(size, 100_000))
             self.contents.append((size, zlib.crc32(beginning)))
@@ -783,7 +794,9 @@ class DistributedDataLoader:
             offset = 4 * HEADER_SIZE + 2 * tokens_before  # bytes
             part = np.fromfile(path, "<u2", min(count, tokens_left), offset=offset)
             if part.max() >= self.vocab_size:
-                raise DataError(f"{path} holds id {part.max()}, but vocab_size={self.vocab_size}")
+                raise DataError(
+                    f"{path} holds token {part.max()}, but vocab_size={self.vocab_size}"
+                )
             parts.append(part)
             start += len(part)
             count -= len(part)
@@ -799,7 +812,7 @@ class DistributedDataLoader:
         tokens = self.read(first, local_tokens + 1)  # the last one is only a target
         self.batch_hash = 0
         for i in range(0, local_tokens, self.T):
-            # An odd weight for each place makes the hash depend on the order of the sequences.
+            # A different odd weight per position makes the hash depend on the order of sequences.
             position_weight = 2 * ((first + i) // self.T) + 1
             self.batch_hash += position_weight * zlib.crc32(tokens[i : i + self.T + 1])
         tokens = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
@@ -812,18 +825,18 @@ class DistributedDataLoader:
         self.hash_sum += self.batch_hash
 
     def next_batch(self):
-        """Return what read_batch returns and move past it."""
+        """Read a batch and move past it."""
         batch = self.read_batch()
         self.advance()
         return batch
 
     def data_hash(self):
-        """Collective: return a hash of all tokens so far (12 hex digits), on all ranks together."""
+        """Collective: return a hash (12 hex digits) of the tokens all ranks have trained on."""
         total = sum_over_ranks(torch.tensor(self.hash_sum % 2**48)).item()
         return f"{total % 2**48:012x}"
 
     def fingerprint(self):
-        """Return a checksum of the tokens just before position, and of the next one."""
+        """Return a checksum of the tokens just before position and of the next token."""
         start = max(0, self.position - 100_000)
         return zlib.crc32(self.read(start, self.position + 1 - start))
 
@@ -835,7 +848,7 @@ class DistributedDataLoader:
     def load_state_dict(self, state):
         """Move to a saved position. Raises DataError unless the same tokens precede it."""
         self.position = state["position"]
-        # data_hash sums over the ranks, so one of them carries the saved total.
+        # data_hash sums over the ranks, so only rank 0 starts from the saved total.
         self.hash_sum = int(state["data_hash"], 16) if self.rank == 0 else 0
         if self.fingerprint() != state["fingerprint"]:
             raise DataError(f"{self.pattern!r} no longer holds the tokens that were trained on")
@@ -843,7 +856,7 @@ class DistributedDataLoader:
 
 # ---- Training: optimizers, one step, one evaluation ---------------------------------------------
 class StopTraining(Exception):
-    """Makes training save a checkpoint and exit. failure: the reason, or empty after a signal."""
+    """Raised to make training save a checkpoint and exit. failure: why, empty after a signal."""
 
     def __init__(self, failure=""):
         super().__init__(failure)
@@ -854,17 +867,17 @@ class StopRequest:
     """Remembers a signal until training can stop at a safe point."""
 
     def __init__(self):
-        self.time = None  # of the first signal
+        self.time = None  # when the first signal arrived
         self.parent = os.getppid()
 
     def catch_signals(self):
-        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP unless already ignored, e.g. by nohup."""
+        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP unless ignored already, e.g. by nohup."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number, frame):
-        """Remember a signal; if another comes more than two seconds later, exit immediately.
+        """Remember a signal; if another arrives more than two seconds later, exit immediately.
 
         Signals within two seconds count as one: after Ctrl-C, for example, workers receive a signal
         from the terminal and another one from torchrun.
@@ -872,13 +885,15 @@ class StopRequest:
         if self.time is None:
             self.time = time.monotonic()
             with contextlib.suppress(OSError):  # the terminal may be closed
-                os.write(2, b"saving a checkpoint; send a signal after 2 seconds to exit at once\n")
+                os.write(
+                    2, b"saving a checkpoint; another signal in 2 seconds or later exits at once\n"
+                )
         elif time.monotonic() - self.time > 2:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     def check(self):
-        """Raise StopTraining if a signal came. Multiple ranks stop together, in check_ranks."""
+        """Raise StopTraining if a signal was received; multiple ranks stop in check_ranks."""
         one_process = not dist.is_initialized() or dist.get_world_size() == 1
         if self.time is not None and one_process:
             raise StopTraining
@@ -886,8 +901,8 @@ class StopRequest:
     def check_ranks(self, failure=""):
         """Collective: raise StopTraining on all ranks if one of them must stop.
 
-        failure: why this rank cannot continue, if so. A rank whose parent, torchrun, was killed
-        must stop, too.
+        failure: why this rank cannot continue, or empty if it can. A rank must
+        also stop if its parent, torchrun, was killed.
         """
         orphaned = dist.is_initialized() and os.getppid() != self.parent
         must_stop = self.time is not None or orphaned
@@ -900,7 +915,7 @@ class StopRequest:
 
 
 def lr_multiplier(step, args):
-    """Return the factor on all learning rates: 1, then decaying linearly over warmdown_iters."""
+    """Return the factor applied to all learning rates: 1, then a linear decay to 0."""
     return min(1.0, (args.num_iterations - step) / max(1, args.warmdown_iters))
 
 
@@ -940,7 +955,7 @@ def sync_gradients(model):
 
 
 def micro_batch_size(sequences, max_size):
-    """Return the largest divisor of `sequences` up to max_size: micro-batches have equal shapes."""
+    """Return the largest divisor of `sequences` up to max_size; micro-batches have one shape."""
     return next(n for n in range(min(sequences, max_size), 0, -1) if sequences % n == 0)
 
 
@@ -948,9 +963,9 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
     """Collective: do one optimizer step and return (loss, norms).
 
     inputs, targets: (B, T) int64, this rank's part of the batch. loss: mean over all ranks, NaN if
-    a gradient is not finite. norms: one per parameter, only good for finding the gradients of this
+    a gradient is not finite. norms: one per parameter, useful only for finding gradients of this
     rank that are not finite. check_stop is called before each micro-batch; if it raises
-    StopTraining, nothing has changed.
+    StopTraining, the model and the optimizers are unchanged.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
@@ -958,7 +973,7 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
     try:
         for x, y in zip(inputs.split(size), targets.split(size)):
             check_stop()
-            # With these weights, sums over micro-batches and ranks are means.
+            # Scaled like this, sums over micro-batches and ranks are means.
             micro_loss = model(x, y) * (size / len(inputs) / world_size)
             micro_loss.backward()
             loss += micro_loss.detach()
@@ -967,14 +982,15 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
         raise
     gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
     gradients = [g._values() if g.is_sparse else g for g in gradients]
-    norms = torch.stack(torch._foreach_norm(gradients))  # the all-reduce would hide the rank
+    # The norms are taken before the all-reduce, which would hide which rank is at fault.
+    norms = torch.stack(torch._foreach_norm(gradients))
     loss, norms_sum = sum_over_ranks(torch.stack([loss, norms.sum()]))
     if world_size > 1:
         sync_gradients(model)
     # If a gradient is not finite, the caller ends the run after this step.
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            full_lr = group.setdefault("initial_lr", group["lr"])  # kept from the first step on
+            full_lr = group.setdefault("initial_lr", group["lr"])  # stored at the first step
             group["lr"] = full_lr * lr_scale
         optimizer.step()
         optimizer.zero_grad()
@@ -985,7 +1001,7 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
 def evaluate(model, val_loader, val_tokens, check_stop=lambda: None):
     """Collective: return the mean loss over exactly the first val_tokens tokens.
 
-    It is the same on all ranks. check_stop is called before each batch.
+    The result is the same on all ranks. check_stop is called before each batch.
     """
     val_loader.position = 0
     sequences = val_tokens // val_loader.T
@@ -1013,7 +1029,7 @@ class Log:
         self.num_iterations = args.num_iterations
         self.seconds = Counter()  # spent in each phase
         self.checkpoints = []  # file names of this run's checkpoints that still exist
-        self.val_hash = ""  # of the validation tokens
+        self.val_hash = ""  # hash of the validation tokens
         self.result = ""  # the last line of a finished log
         self.file = None
         self.live = False  # whether a progress bar replaces the per-step lines
@@ -1032,7 +1048,7 @@ class Log:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is writing {self.path}: stop it first") from None
-        # The log may also be a device, such as /dev/null.
+        # The log may be a symlink to a device, such as /dev/null.
         lines = self.path.read_text("utf-8").splitlines() if self.path.is_file() else []
         steps = [line for line in lines if line.startswith("step:")]
         results = [line for line in lines if line.startswith("result ")]
@@ -1041,12 +1057,11 @@ class Log:
             raise UserError(f"{self.path} exists: pass --resume=auto, or another --run_id")
         if results:
             self.result = results[-1]
-            finished_steps = int(
-                steps[-1].split("/")[1].split()[0]
-            )  # of "step:220/220 val_loss..."
+            # The line begins with "step:220/220 val_loss:".
+            finished_steps = int(steps[-1].split("/")[1].split()[0])
             if args.resume != "auto" or args.num_iterations > finished_steps:
                 raise UserError(
-                    f"{self.path} is finished after {finished_steps} steps: to train longer, pass "
+                    f"{self.path} already finished after {finished_steps} steps: to go on, pass "
                     f"--resume=CHECKPOINT with another --run_id"
                 )
         elif not trained and self.path.is_file():
@@ -1072,7 +1087,7 @@ class Log:
 
     @contextlib.contextmanager
     def timed(self, phase):
-        """Add the duration of a with block to a phase, unless the block raises.
+        """Add the duration of a with block to the total of a phase, unless the block raises.
 
         The block must end by synchronizing with the device, for example with .item().
         """
@@ -1113,7 +1128,7 @@ class Log:
         """
         self(" ".join(f"{phase}:{seconds:.1f}s" for phase, seconds in self.seconds.items()))
         speed = train_loader.position / self.seconds["train"]
-        # More than two compiled graphs, for training and validation, mean recompilation.
+        # Training and validation compile one graph each. More mean that something was recompiled.
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         memory = peak_memory(train_loader.device)
         self(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
@@ -1127,13 +1142,13 @@ class Log:
         check_finite(weights, "the final weights")
         path = self.folder / "model.pt"
         if self.file is not None and not write_checkpoint(weights, path, self):
-            raise UserError(f"{path} was not written, so the weights are lost: free some space")
-        self(f"weights: {path}; `bash run.sh sample` generates text with them")
+            raise UserError(f"{path} was not written, so the final weights are lost: free space")
+        self(f"weights: {path}; `bash run.sh sample` generates text from them")
         self(f"result val_loss:{val_loss:.4f} target:{args.target_val_loss}")
 
 
 def commit_of(folder):
-    """Return the git commit of a folder, with -dirty if files differ, or an empty string."""
+    """Return the git commit of a folder, with -dirty after uncommitted changes, or ""."""
     command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -1154,11 +1169,11 @@ def device_name(device):
 
 
 def peak_memory(device):
-    """Return the peak memory in MiB: PyTorch's on a GPU, otherwise the process's."""
+    """Return peak memory in MiB: allocated by PyTorch on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS counts bytes
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS reports bytes
 
 
 def check_finite(value, name):
@@ -1170,13 +1185,13 @@ def check_finite(value, name):
         for part in value:
             check_finite(part, name)
     elif isinstance(value, (float, torch.Tensor)) and not torch.as_tensor(value).isfinite().all():
-        raise UserError(f"{name} is not finite: lower the learning rates; nothing was overwritten")
+        raise UserError(f"non-finite value in {name}, which is not used: lower the learning rates")
 
 
 def write_checkpoint(state, path, log):
-    """Write a state atomically: to a temporary file, then a rename. Return whether it worked.
+    """Write a state atomically, by renaming a temporary file. Return whether this succeeded.
 
-    The file ends with its own crc32. A failure, such as a full disk, is logged as a warning.
+    The file ends with the crc32 of all bytes before it. A failure, such as a full disk, is logged.
     """
     partial = path.with_name("partial")
     try:
@@ -1198,8 +1213,8 @@ def write_checkpoint(state, path, log):
 def save_checkpoint(gpt, optimizers, train_loader, log, args):
     """Collective: save what a run needs to resume, and delete old checkpoints.
 
-    Only rank 0 writes; it returns False if that fails. All ranks raise UserError if a value is not
-    finite.
+    Only rank 0 writes; it returns False if that fails, the others always return True. All ranks
+    raise UserError if a value is not finite.
     """
     step = train_loader.position // train_loader.tokens_per_step
     name = f"state_step{step:010d}.pt"
@@ -1234,14 +1249,14 @@ def save_checkpoint(gpt, optimizers, train_loader, log, args):
 
 def checkpoints_in(folder):
     """Return the paths of a run's checkpoints, oldest first."""
-    return sorted(folder.glob("state_step*[0-9].pt"))  # not state_step0000000001_copy.pt
+    return sorted(folder.glob("state_step*[0-9].pt"))  # excludes state_step0000000001_copy.pt
 
 
 def find_checkpoint(args, log):
     """Return (path, state) of the checkpoint to resume, or None to start from scratch.
 
-    resume=auto picks the newest complete one of this run. Raises UserError if there is no complete
-    one among several, or if it belongs to another run.
+    With resume=auto it is the run's newest complete one. Raises UserError if there are checkpoints
+    but none is complete, or if it belongs to another run.
     """
     paths = checkpoints_in(log.folder)
     if args.resume != "auto":
@@ -1250,7 +1265,7 @@ def find_checkpoint(args, log):
             raise UserError(f"{log.folder} holds checkpoints: pass --resume, or another --run_id")
         paths = [Path(args.resume)] if args.resume else []
     for path in reversed(paths):
-        # The crc32 of a file that ends with its own crc32 is this constant.
+        # If a file ends with the crc32 of the bytes before it, its own crc32 is this constant.
         if not path.is_file() or crc32_of_file(path) != 0x2144DF1C:
             log(f"{path} is not a complete checkpoint")
             continue
@@ -1286,14 +1301,14 @@ def check_state(state, path, args, log):
         if saved != value and not may_grow:
             raise UserError(f"{path} was saved with {name}={saved}, not {value}")
     if state["val_hash"] != log.val_hash:
-        raise UserError(f"{path} was saved with other validation tokens: restore val_files")
+        raise UserError(f"{path} was saved with different validation tokens: restore val_files")
     position = args.batch_size * args.sequence_length * state["step"]
     if state["train_loader"]["position"] != position:
         raise UserError(f"{path} is damaged: its step and its position in the data disagree")
 
 
 def load_run_state(path, state, gpt, optimizers, train_loader, log):
-    """Restore what a checkpoint holds. Raises UserError if its optimizers or data differ."""
+    """Restore a run from a checkpoint. Raises UserError if its optimizers or data differ."""
     names = [type(optimizer).__name__ for optimizer in optimizers]
     with reporting_bad_checkpoint(path):
         if names != state["optimizer_names"]:
@@ -1304,8 +1319,8 @@ def load_run_state(path, state, gpt, optimizers, train_loader, log):
             load_optimizer(optimizer, saved)
         train_loader.load_state_dict(state["train_loader"])
         log.seconds["train"] = float(state["train_seconds"])
-        # The run deletes only checkpoints that it wrote itself. Those are the names in "files", of
-        # which a foreign checkpoint could hold any.
+        # A run deletes only checkpoints that it wrote, as listed in "files". A foreign checkpoint may
+        # list any name, so names that are not checkpoints in this folder are ignored.
         existing = {checkpoint.name for checkpoint in checkpoints_in(log.folder)}
         log.checkpoints = [name for name in state["files"] if name in existing]
 
@@ -1313,8 +1328,8 @@ def load_run_state(path, state, gpt, optimizers, train_loader, log):
 def load_optimizer(optimizer, saved):
     """Load a saved state into an optimizer.
 
-    Numbers in param_groups are restored, as some optimizers count their steps there, except the
-    learning rates. Raises ValueError if other options or the shapes of tensors differ.
+    Numbers in param_groups, except learning rates, are restored, because some optimizers count
+    their steps there. Raises ValueError if any other option or the shape of a tensor differs.
     """
     names = {
         "AdamW": ("step", "exp_avg", "exp_avg_sq"),
@@ -1330,38 +1345,39 @@ def load_optimizer(optimizer, saved):
     groups = optimizer.state_dict()["param_groups"]
     for group, saved_group in zip(groups, saved["param_groups"]):
         for name, value in group.items():
-            are_numbers = {type(value), type(saved_group[name])} <= {int, float}
+            are_numbers = {type(value), type(saved_group[name])} <= {int, float}  # bools are not
             if not are_numbers and saved_group[name] != value:
                 raise ValueError(f"{name} is {saved_group[name]}, not {value}")
         saved_group["lr"] = group["lr"]
-        saved_group.pop("initial_lr", None)
+        saved_group.pop("initial_lr", None)  # train_step sets it again from lr
     optimizer.load_state_dict(saved)
 
 
 def resume(args, gpt, optimizers, train_loader, log):
-    """Collective: load the checkpoint selected by args.resume; return its step, or 0 without one.
+    """Collective: load the checkpoint selected by args.resume; return its step, or 0.
 
-    If it is not the newest one, newer ones are renamed, so that resume=auto does not pick them.
+    If args.resume names a file, newer checkpoints in its folder are renamed, so that resume=auto
+    skips them.
     """
     path, state = on_all_ranks(find_checkpoint, args, log) or (None, None)
     step = None if state is None else state["step"]
-    check_ranks_agree({"checkpoints": step}, "put log_dir on a shared filesystem")
+    check_ranks_agree({"the step of the checkpoint": step}, "put log_dir on a shared filesystem")
     if state is None:
         return 0
     on_all_ranks(load_run_state, path, state, gpt, optimizers, train_loader, log)
     if state.get("dtype") != str(gpt.dtype):
-        log(f"{path} was trained with {state.get('dtype')} and continues with {gpt.dtype}")
+        log(f"{path} was saved by a run in {state.get('dtype')}; continuing in {gpt.dtype}")
     if args.resume != "auto" and log.file is not None:
         for newer in checkpoints_in(log.folder):
             if newer.name > path.name and newer.parent.resolve() == path.parent.resolve():
                 newer.rename(newer.with_name(f"{newer.name}.abandoned"))
-                log(f"renamed {newer} to {newer.name}.abandoned, because {path} is resumed")
+                log(f"renamed {newer} to {newer.name}.abandoned: the run resumes from {path}")
     return step
 
 
 # ---- Processes ----------------------------------------------------------------------------------
 def join_processes(args):
-    """Join torchrun's processes, if there are any; return (rank, world_size, device).
+    """Join the process group of torchrun, if there is one; return (rank, world_size, device).
 
     Raises UserError if the environment or the device is unusable.
     """
@@ -1375,19 +1391,14 @@ def join_processes(args):
         timeout = timedelta(seconds=args.comm_timeout)
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nobody answers there
+        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
             raise UserError(f"cannot join the processes of torchrun ({error})") from None
         # After a restart by torchrun, the store still holds the keys of the earlier attempts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(attempt, store)
         backend = "cpu:gloo,cuda:nccl" if gpu is not None else "gloo"
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=gpu,
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu
         )
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size(), device
@@ -1436,19 +1447,19 @@ def configure_backend(args, device):
     torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad warns unless this is set
     if device.type == "cuda":
         return
-    # Measured on CPUs: without the fused attention kernel, short sequences train faster. Despite
-    # their name these two options also act on CPUs; the second keeps the scores in bfloat16.
+    # On CPUs, short sequences were measured to train faster without the fused attention kernel.
+    # Despite their names, these options also affect CPUs; the second keeps the scores in bfloat16.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    # Recompute some activations in the backward pass, which is cheaper on a CPU than loading them.
+    # Recompute some activations in the backward pass: cheaper on a CPU than loading them.
     functorch_config.activation_memory_budget = 0.7
-    # Otherwise threads add the gradients of repeated tokens in arbitrary order, and runs are not
-    # bit-reproducible.
+    # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
+    # would not be bit-reproducible.
     torch.use_deterministic_algorithms(True)
 
 
 def all_gather_objects(value):
-    """Collective: return the values of all ranks, in order."""
+    """Collective: return the values of all ranks, in rank order."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -1470,28 +1481,28 @@ def on_all_ranks(function, *arguments):
     failures = all_gather_objects(failure)
     for rank, failure in enumerate(failures):
         if failure:
-            where = "" if all(failures) else f"rank {rank}: "
+            where = "" if all(failures) else f"rank {rank}: "  # unless all ranks failed
             raise UserError(where + failure)
     return result
 
 
 def check_ranks_agree(facts, advice):
-    """Collective: raise UserError unless all ranks have the same facts, a dict.
+    """Collective: raise UserError unless the dict `facts` is the same on all ranks.
 
     The error names the first fact that differs, two of its values, and the advice.
     """
     facts_of_ranks = all_gather_objects(facts)
     for name, value in facts_of_ranks[0].items():
-        for rank, others in enumerate(facts_of_ranks):
-            if others.get(name) != value:
-                values = f"{value} on rank 0, {others.get(name)} on rank {rank}"
+        for rank, rank_facts in enumerate(facts_of_ranks):
+            if rank_facts.get(name) != value:
+                values = f"{value} on rank 0, {rank_facts.get(name)} on rank {rank}"
                 raise UserError(f"the ranks differ in {name} ({values}): {advice}")
 
 
 def check_ranks_read_the_same(loader, args):
     """Collective: raise UserError if shards that this run needs differ between machines.
 
-    The ranks of one machine share its files, so each reads a part of them.
+    Ranks on the same machine share its files, so each checks only some of them.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", loader.rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", loader.world_size))
@@ -1499,13 +1510,14 @@ def check_ranks_read_the_same(loader, args):
         return
     sizes = [size for size, _ in loader.contents]
     check_ranks_agree({"the sizes of their shards": sizes}, "give all machines the same data")
-    needed = 1 + np.searchsorted(loader.ends, args.num_iterations * loader.tokens_per_step)
+    last_token = args.num_iterations * loader.tokens_per_step  # a target
+    needed = 1 + np.searchsorted(loader.ends, last_token, side="right")  # shards of this run
     checksums = {}
     for i in range(local_rank, min(needed, len(loader.paths)), local_size):
         checksums[i] = crc32_of_file(loader.paths[i])
     seen = {}
-    for rank, others in enumerate(all_gather_objects(checksums)):
-        for i, checksum in others.items():
+    for rank, rank_checksums in enumerate(all_gather_objects(checksums)):
+        for i, checksum in rank_checksums.items():
             if seen.setdefault(i, checksum) != checksum:
                 path = loader.paths[i]
                 raise UserError(f"{path} differs on the machine of rank {rank}: copy it again")
@@ -1514,6 +1526,7 @@ def check_ranks_read_the_same(loader, args):
 # ---- Main ---------------------------------------------------------------------------------------
 def check_memory(args):
     """Raise UserError if the model and its optimizers exceed the memory of this machine."""
+    # Each row has n_embd parameters, and each block has 12 * n_embd rows.
     rows = args.vocab_size + 12 * args.n_layer * args.n_embd
     if args.max_ngram > 1:
         rows += args.ngram_rows
@@ -1521,7 +1534,7 @@ def check_memory(args):
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     max_params = memory // 12  # 12 bytes per parameter: float32 weight and two moments
     if params > max_params:
-        raise UserError(f"{params} parameters exceed the memory, which holds {max_params}")
+        raise UserError(f"the model has {params} parameters, but the memory holds {max_params}")
 
 
 def open_data(args, rank, world_size, device):
@@ -1531,8 +1544,8 @@ def open_data(args, rank, world_size, device):
     max_steps = (train_loader.total_tokens - 1) // train_loader.tokens_per_step
     if max_steps < (1 if args.allow_repeat else args.num_iterations):
         raise UserError(
-            f"{args.train_files!r} holds tokens for {max_steps} steps: add data, lower "
-            f"--num_iterations or --batch_size (--preset=laptop), or pass --allow_repeat=True"
+            f"{args.train_files!r} has enough tokens for {max_steps} steps: add data, lower "
+            f"--num_iterations or --batch_size (see --preset=laptop), or pass --allow_repeat=True"
         )
     micro_batch = micro_batch_size(args.batch_size // world_size, args.device_batch_size)
     val_loader = DistributedDataLoader(args.val_files, micro_batch * world_size, *shared)
@@ -1541,15 +1554,19 @@ def open_data(args, rank, world_size, device):
     if args.val_tokens % T or args.val_tokens > max_val_tokens:
         raise UserError(
             f"val_tokens={args.val_tokens} must be a multiple of {T} up to {max_val_tokens}, the "
-            f"tokens in {args.val_files!r}"
+            f"number of usable tokens in {args.val_files!r}"
         )
     if set(train_loader.contents) & set(val_loader.contents):
-        raise UserError("train_files and val_files match the same shard: keep them apart")
+        raise UserError(
+            "train_files and val_files both match the same shard: they must not overlap"
+        )
     return train_loader, val_loader
 
 
 def warm_up(gpt, args, val_loader):
-    """Compile the model in a validation and a training pass; return the seconds of a second one."""
+    """Compile the model in a validation and a training pass; return the seconds of another pass."""
+    if gpt.ngrams is not None:  # torch.compile does not support its sparse gradients
+        gpt.ngrams.forward = torch.compiler.disable(gpt.ngrams.forward)
     gpt.compile(dynamic=False, fullgraph=args.max_ngram < 2, disable=not args.compile)
     inputs, targets = val_loader.next_batch()
     with torch.no_grad():
@@ -1571,7 +1588,7 @@ def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
     with log.timed("validation"):
         loss = evaluate(gpt, val_loader, args.val_tokens, check_stop)
         sums = [p.view(torch.int32).sum(dtype=torch.int32) for p in gpt.parameters()]
-        checksum = sum(sums).item()  # of the weights' bits; it wraps around
+        checksum = sum(sums).item()  # of the weights' bits, modulo 2**32
         check_ranks_agree({"the checksum of their weights": checksum}, "resume from a checkpoint")
         data_hash = train_loader.data_hash()
     log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash}")
@@ -1579,7 +1596,7 @@ def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
 
 
 def read_batch_or_stop(train_loader, stop):
-    """Collective: return this rank's next batch; raise StopTraining if one rank must stop."""
+    """Collective: return this rank's next batch; raise StopTraining if any rank must stop."""
     batch, failure = None, ""
     try:
         batch = train_loader.read_batch()
@@ -1590,10 +1607,10 @@ def read_batch_or_stop(train_loader, stop):
 
 
 def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop):
-    """Collective: train and validate in turn; return the last validation loss.
+    """Collective: train, validating periodically; return the last validation loss.
 
-    Raises StopTraining if a rank must stop. Model and train_loader are then in the state after
-    the last complete step. Raises UserError if a loss is not finite.
+    Raises StopTraining if a rank must stop. The model and train_loader are then in the state
+    after the last complete step. Raises UserError if a loss is not finite.
     """
     steps = range(first_step, args.num_iterations)
     if log.live:
@@ -1623,7 +1640,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
             bad_of_ranks = all_gather_objects(bad)
             raise UserError(
                 f"train_loss is {loss} at step {step + 1}: lower the learning rates; parameters "
-                f"with gradients that are not finite, by rank: {bad_of_ranks}"
+                f"with non-finite gradients, by rank: {bad_of_ranks}"
             )
         smooth_loss = loss if step == first_step else 0.9 * smooth_loss + 0.1 * loss
         if log.live:
@@ -1637,16 +1654,16 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
 
 
 def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
-    """Collective: save a checkpoint of the last complete step; log that a signal stopped the run.
+    """Collective: save a checkpoint after the last complete step; log that a signal came.
 
-    Raises UserError if the checkpoint cannot be written, or if a failure was the reason to stop.
+    Raises UserError if the checkpoint cannot be written, or if a failure stopped the run.
     """
     step = train_loader.position // train_loader.tokens_per_step
     if not save_checkpoint(gpt, optimizers, train_loader, log, args):
         last = log.checkpoints[-1] if log.checkpoints else "step 0"
         raise UserError(f"stopped after step {step} without saving: progress since {last} is lost")
     if failure:
-        raise UserError(f"stopped after step {step}, which is saved: {failure}")
+        raise UserError(f"stopped after step {step} (checkpoint saved): {failure}")
     log(f"stopped by a signal after step {step}")
 
 
@@ -1657,10 +1674,11 @@ def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
     if args.resume:
         log(f"resume={args.resume}: continuing after step {first_step}")
     log("compiling (up to a minute)")
-    log("a high first loss is expected: untrained, the tied head predicts its own input token")
+    log("a high first loss is expected: before training, the tied head predicts the input token")
     with log.timed("compile"):
-        seconds = warm_up(gpt, args, val_loader)
-    seconds *= train_loader.tokens_per_step / val_loader.tokens_per_step  # micro-batches per step
+        seconds_per_micro_batch = warm_up(gpt, args, val_loader)
+    micro_batches = train_loader.tokens_per_step / val_loader.tokens_per_step
+    seconds = seconds_per_micro_batch * micro_batches
     seconds_left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
     log(f"about {seconds:.2g} s per step, {seconds_left} remaining")
     try:
@@ -1670,7 +1688,7 @@ def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
     else:
         log.summary(args, train_loader, gpt, val_loss)
         return val_loss
-    # Outside of the except block, so that errors are not chained to StopTraining.
+    # This is outside the except block, so that errors are not chained to StopTraining.
     save_and_stop(failure, gpt, optimizers, train_loader, log, args)
     return None
 
@@ -1678,8 +1696,8 @@ def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
 def main(args, stop=None):
     """Train a GPT as configured by args; return the last validation loss.
 
-    stop: a StopRequest, polled at every step, and by a single process at every micro-batch. Returns
-    None if the run was stopped, or was finished before.
+    stop: a StopRequest, polled at every step and, in a single-process run, at every micro-batch.
+    Returns None if the run was stopped or had already finished.
     """
     stop = stop or StopRequest()
     rank, world_size, device = join_processes(args)
@@ -1687,7 +1705,7 @@ def main(args, stop=None):
     dtype = product_dtype(args, device)
     source_hash = hashlib.sha256(SOURCE.encode()).hexdigest()[:16]
     facts = {**vars(args), "source": source_hash, "dtype": dtype, "torch": torch.__version__}
-    check_ranks_agree(facts, "start all ranks alike")
+    check_ranks_agree(facts, "start all ranks with the same settings, source and versions")
     on_all_ranks(check_memory, args)
     train_loader, val_loader = on_all_ranks(open_data, args, rank, world_size, device)
     val_tokens = val_loader.read(0, args.val_tokens + 1)
@@ -1707,14 +1725,14 @@ def main(args, stop=None):
     if not result:
         val_loss = run(args, log, gpt, optimizers, train_loader, val_loader, stop)
     elif rank == 0:
-        print(f"{log.path} is already finished, nothing to do: {result}")
+        print(f"{log.path} is already finished; nothing to do: {result}")
     if dist.is_initialized():
         dist.destroy_process_group()
     return val_loss
 
 
 def describe_failure(error):
-    """Return (message, alone) for an exception; alone is True if other ranks may not raise it."""
+    """Return (message, alone) for an exception; alone: this may be the only rank that raises it."""
     if isinstance(error, UserError):
         return str(error), isinstance(error, DataError)
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
@@ -1722,23 +1740,26 @@ def describe_failure(error):
     if out_of_memory or "DefaultCPUAllocator" in str(error):
         return "out of memory: pass a --device_batch_size below the micro_batch in the log", True
     if dist.is_initialized() and isinstance(error, RuntimeError) and "gloo" in str(error):
-        return f"lost another rank; its own message or torchrun's summary says why ({error})", False
+        return (
+            f"lost the connection to another rank; see its message or torchrun's summary ({error})",
+            False,
+        )
     return "".join(traceback.format_exception(error)).rstrip(), True
 
 
 def cli(argv):
     """Train as configured on the command line. On failure, print why and exit with status 1.
 
-    An error that every rank raises is printed only by the first one.
+    An error that every rank raises is printed only by rank 0.
     """
-    from torch.distributed.elastic.multiprocessing.errors import record  # not needed on import
+    from torch.distributed.elastic.multiprocessing.errors import record  # only needed here
 
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # for an ASCII-only terminal
     stop = StopRequest()
     stop.catch_signals()
     try:
-        record(main)(parse_args(argv), stop)  # gives torchrun the message of a failed rank
+        record(main)(parse_args(argv), stop)  # reports a failed rank's message to torchrun
     except Exception as error:
         text, alone = describe_failure(error)
         if dist.is_initialized():

@@ -507,7 +507,7 @@ def test_what_cannot_be_measured_is_one_sentence(tmp_path, capsys, monkeypatch):
         "none.txt": r"none\.txt is not a file: name texts, shards, or -",
         ".": r"is not a file",
         "cut.bin": r"cut\.bin is not a complete shard of tokens",
-        "large.bin": r"large\.bin holds id 300, but vocab_size=257",
+        "large.bin": r"large\.bin holds token 300, but vocab_size=257",
         "one.bin": r"one\.bin holds one token: nothing is left to predict",
     }.items():
         with pytest.raises(UserError, match=sentence):

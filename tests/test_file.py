@@ -49,12 +49,10 @@ def test_it_needs_only_torch_and_numpy():
     assert not re.search(r"sys\.path|importlib|__import__|\bexec\(|\beval\(", SOURCE)
 
 
-# What train_gpt2.py imports comes first: what those modules do is not its doing. The decorator
-# torch.compiler.disable imports torch._dynamo.
+# What train_gpt2.py imports comes first: what those modules do is not its doing.
 IMPORT = """
 import json, os, signal, sys
 import numpy, torch
-from torch import _dynamo
 from torch._functorch import config
 def seen():
     handlers = [repr(signal.getsignal(number)) for number in signal.valid_signals()]
@@ -66,6 +64,7 @@ def seen():
 before = seen()
 import train_gpt2
 assert seen() == before, (before, seen())
+assert "torch._dynamo" not in sys.modules, "it is slow to import and sets an environment variable"
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
 """
 
@@ -144,3 +143,16 @@ def test_a_map_names_the_sections_and_their_lines():
 
 def test_the_map_in_the_readme_is_that_of_the_file():
     assert readme_is_true(), "run python records/tools/readme_map.py"
+
+
+def test_the_readmes_example_of_muon_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    names["model"](names["torch"].arange(3)).sum().backward()
+    for optimizer in names["optimizers"]:
+        optimizer.step()
+
+
+def test_the_readme_is_at_most_180_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180

@@ -325,7 +325,7 @@ def test_a_damaged_shard_is_refused_by_name(tmp_path, damage):
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     assert refused(path)
     with pytest.raises(
-        UserError, match=r"s_0\.bin is not a complete shard of tokens: fetch it or pack"
+        UserError, match=r"s_0\.bin is not a complete shard of tokens: download or pack"
     ):
         DistributedDataLoader(str(tmp_path / "*.bin"), 1, 4, 0, 1, CPU)
 
@@ -385,7 +385,7 @@ def test_what_is_no_readable_file_is_refused(tmp_path):
             DistributedDataLoader(pattern, 1, 4, 0, 1, CPU)
         unmake()
     write_shard(path, range(100))
-    with pytest.raises(UserError, match="batch_size=8 must be a multiple of 3"):
+    with pytest.raises(UserError, match="batch_size=8 must be a multiple of the 3 ranks"):
         DistributedDataLoader(pattern, 8, 4, 0, 3, CPU)
 
 
@@ -476,12 +476,12 @@ def test_an_id_beyond_the_vocabulary_never_reaches_the_device(tmp_path):
     late = fresh_shards(tmp_path / "late", np.split(stream, [1000]))
     loader = DistributedDataLoader(late, 1, 1000, 0, 1, CPU, vocab_size=70)
     steps = 0
-    with pytest.raises(UserError, match=r"s_1\.bin holds id 70, but vocab_size=70"):
+    with pytest.raises(UserError, match=r"s_1\.bin holds token 70, but vocab_size=70"):
         while steps < 120:
             assert loader.next_batch()[1].max() < 70
             steps += 1
     assert steps == 114
     early = fresh_shards(tmp_path / "early", np.split(stream[114_000:], [500]))
-    with pytest.raises(UserError, match=r"s_1\.bin holds id 70, but vocab_size=70"):
+    with pytest.raises(UserError, match=r"s_1\.bin holds token 70, but vocab_size=70"):
         DistributedDataLoader(early, 1, 10, 0, 1, CPU, vocab_size=70)
     assert DistributedDataLoader(early, 1, 10, 0, 1, CPU, vocab_size=71).total_tokens == 7000

@@ -171,7 +171,7 @@ def test_at_0_the_model_and_its_optimizers_are_record_7s():
 )
 def test_a_size_that_no_table_has_is_refused(value, least):
     name, number = value.split("=")
-    with pytest.raises(ValueError, match=f"{value} must be a number from {least} to"):
+    with pytest.raises(ValueError, match=f"{value} must be a number between {least} and"):
         Hyperparameters(**{name: int(number)})
 
 

@@ -399,7 +399,6 @@ LEGAL = {  # settings that a resumed run may have otherwise, and another value o
     "val_files": "elsewhere/val_*.bin",
     "allow_repeat": True,
     "val_loss_every": 5,
-    "val_tokens": 128,
     "target_val_loss": 1.0,
     "save_every": 7,
     "keep_checkpoints": 9,

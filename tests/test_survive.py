@@ -115,7 +115,7 @@ def test_fault_6_a_second_signal_ends_the_run_at_once_if_two_seconds_later(tiny,
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
     done = run_with_fault(f"{kill}; time.sleep(2.1); {kill}", {**tiny, "run_id": "two"}, tmp_path)
     assert done.returncode == -signal.SIGTERM
-    assert "send a signal after 2 seconds to exit at once" in done.stderr
+    assert "another signal in 2 seconds or later exits at once" in done.stderr
     assert checkpoints(tmp_path / "logs" / "two") == []
     for name, other in ("same", "SIGTERM"), ("other", "SIGINT"):
         again = f"os.kill(os.getpid(), signal.{other}); {kill}"
@@ -230,7 +230,7 @@ def summaries(done):
     return (others or found)[0]
 
 
-LOST = "lost another rank; its own message or torchrun's summary says why ("
+LOST = "lost the connection to another rank; see its message or torchrun's summary ("
 
 
 def test_fault_13_a_killed_rank_ends_the_others_with_one_summary(tiny, tmp_path):
@@ -269,7 +269,7 @@ def test_ranks_that_see_other_checkpoints_are_refused(half, tmp_path):
     )
     done = run_forked({**half, "comm_timeout": 20}, 2, script)
     assert summaries(done).startswith(
-        "the ranks differ in checkpoints (3 on rank 0, None on rank 1)"
+        "the ranks differ in the step of the checkpoint (3 on rank 0, None on rank 1)"
     )
 
 
@@ -363,8 +363,8 @@ def test_fault_13_a_gradient_that_is_not_finite_names_step_rank_and_parameter(
     fields = {**tiny, "run_id": "n", "save_every": 2, "dtype": dtype}
     text = summaries(run_with_fault(fault, fields, tmp_path, processes, rank=processes - 1))
     bad = [[]] * (processes - 1) + [["h.1.mlp.c_fc.weight"]]
-    sentence = "train_loss is nan at step 5: lower the learning rates; parameters with gradients"
-    assert text == f"{sentence} that are not finite, by rank: {bad}"
+    sentence = "train_loss is nan at step 5: lower the learning rates; parameters with non-finite"
+    assert text == f"{sentence} gradients, by rank: {bad}"
     assert checkpoints(tmp_path / "logs" / "n") == [
         "state_step0000000002.pt",
         "state_step0000000004.pt",
@@ -400,7 +400,7 @@ def test_fault_8_a_full_disk_is_told_and_training_goes_on_but_ends_with_status_1
     done = run_with_fault(fault, fields, tmp_path)
     assert done.returncode == 1
     assert re.fullmatch(
-        r".*f/model\.pt was not written, so the weights are lost: .*", summaries(done)
+        r".*f/model\.pt was not written, so the final weights are lost: .*", summaries(done)
     )
     warning = "\nwarning: state_step0000000006.pt was not written ([Errno 27] File too large)\n"
     assert done.stdout.count(warning) == 1
@@ -440,7 +440,9 @@ def test_fault_8_a_read_only_folder_is_one_sentence(tiny, tmp_path, monkeypatch)
 
     monkeypatch.setattr(torch, "save", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(UserError, match=r"model\.pt was not written, so the weights are lost"):
+    with pytest.raises(
+        UserError, match=r"model\.pt was not written, so the final weights are lost"
+    ):
         main(Hyperparameters(**{**tiny, "run_id": "ro"}))
 
 
@@ -511,12 +513,10 @@ def test_fault_11_a_finished_run_is_neither_trained_nor_changed_again(tiny, tmp_
     capsys.readouterr()
     assert run_forked(fields).returncode == 0
     assert main(Hyperparameters(**fields)) is None
-    said = f"e.txt is already finished, nothing to do: result val_loss:{loss:.4f} target:3.28\n"
+    said = f"e.txt is already finished; nothing to do: result val_loss:{loss:.4f} target:3.28\n"
     assert capsys.readouterr().out.endswith(said)
     assert content(tmp_path / "logs") == before
-    longer = (
-        r"e\.txt is finished after 6 steps: to train longer, pass --resume=CHECKPOINT with anot"
-    )
+    longer = r"e\.txt already finished after 6 steps: to go on, pass --resume=CHECKPOINT with anot"
     for changes in {"num_iterations": 9}, {"resume": f"{tmp_path}/logs/e/state_step0000000003.pt"}:
         with pytest.raises(UserError, match=longer):
             main(Hyperparameters(**{**fields, **changes}))
@@ -606,7 +606,10 @@ def test_fault_5_a_state_that_is_not_finite_is_never_saved(place, value, process
     poison = f"        if step == 4:\n            {fault}\n"
     fields = {**tiny, "run_id": "n", "save_every": 2, "keep_checkpoints": 1, "val_loss_every": 0}
     done = run_forked(fields, processes, edited_script(tmp_path, (line, poison + line)))
-    assert re.search("the state after step 4: .* is not finite: lower the lear", summaries(done))
+    assert re.search(
+        "non-finite value in the state after step 4: .*, which is not used: lower the lear",
+        summaries(done),
+    )
     assert checkpoints(tmp_path / "logs" / "n") == ["state_step0000000002.pt"]
 
 

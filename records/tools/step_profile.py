@@ -142,7 +142,7 @@ def train_steps(run, count, phases):
                 loss, _ = train_gpt2.train_step(
                     run.gpt, run.optimizers, *batch, scale, run.args, run.stop.check
                 )
-            except train_gpt2.StopRequested as request:
+            except train_gpt2.StopTraining as request:
                 raise UserError(request.failure or "stopped by a signal") from None
             loss.item()
             loader.advance()

@@ -149,7 +149,7 @@ if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
 
 def chunks(count):
     """Add a lever that computes the loss in so many chunks of tokens."""
-    number = "min(max_chunks, math.ceil(len(x) / min_chunk_size))", f"{count}"
+    number = "min(max_chunks, max(1, len(x) // min_chunk_size))", f"{count}"
 
     def change(train_gpt2, run):
         rewrite(train_gpt2, "ChunkedCrossEntropy", number)
