@@ -1565,7 +1565,7 @@ def open_data(args, rank, world_size, device):
 
 def warm_up(gpt, args, val_loader):
     """Compile the model in a validation and a training pass; return the seconds of another pass."""
-    if gpt.ngrams is not None:  # torch.compile does not support its sparse gradients
+    if args.max_ngram > 1:  # torch.compile does not support the sparse gradients of the table
         gpt.ngrams.forward = torch.compiler.disable(gpt.ngrams.forward)
     gpt.compile(dynamic=False, fullgraph=args.max_ngram < 2, disable=not args.compile)
     inputs, targets = val_loader.next_batch()
