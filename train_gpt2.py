@@ -1319,7 +1319,7 @@ def load_run_state(path, state, gpt, optimizers, train_loader, log):
             load_optimizer(optimizer, saved)
         train_loader.load_state_dict(state["train_loader"])
         log.seconds["train"] = float(state["train_seconds"])
-        # A run deletes only checkpoints that it wrote, as listed in "files". A foreign checkpoint may
+        # A run deletes only checkpoints that it wrote, listed in "files". A foreign checkpoint may
         # list any name, so names that are not checkpoints in this folder are ignored.
         existing = {checkpoint.name for checkpoint in checkpoints_in(log.folder)}
         log.checkpoints = [name for name in state["files"] if name in existing]
