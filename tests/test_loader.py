@@ -485,3 +485,11 @@ def test_an_id_beyond_the_vocabulary_never_reaches_the_device(tmp_path):
     with pytest.raises(UserError, match=r"s_1\.bin holds token 70, but vocab_size=70"):
         DistributedDataLoader(early, 1, 10, 0, 1, CPU, vocab_size=70)
     assert DistributedDataLoader(early, 1, 10, 0, 1, CPU, vocab_size=71).total_tokens == 7000
+
+
+def test_fault_7_shards_of_an_unfinished_pack_are_refused(tmp_path):
+    """Some are there and the others are not: pack.py keeps .pack until its manifest is written."""
+    pattern = fresh_shards(tmp_path, [range(9)])
+    (tmp_path / ".pack").mkdir()
+    with pytest.raises(UserError, match=r"is being packed, or packing was interrupted: run data/"):
+        DistributedDataLoader(pattern, 1, 4, 0, 1, CPU)

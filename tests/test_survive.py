@@ -1080,3 +1080,67 @@ def test_two_nodes_of_two_are_one_of_four(tiny, tmp_path):
     assert losses("".join(done.stdout for done in ended)) == losses(one.stdout)
     last = "state_step0000000006.pt"
     assert bits(tmp_path / "logs" / "one" / last) == bits(tmp_path / "logs" / "two" / last)
+
+
+# ---------------------------------------------------------------------------
+# the small faults of number 14
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("fault", ["touched", "a token outside the vocabulary"])
+def test_fault_14_a_shard_that_fails_in_mid_run_costs_no_step(fault, processes, tiny, tmp_path):
+    """The steps before are saved, by all ranks, although only one of them may read that shard."""
+    fields = {**tiny, "run_id": "s", "val_loss_every": 0, "num_iterations": 15}
+    if fault == "touched":
+        script = faulty_script(tmp_path, f"os.utime('{tmp_path}/train_0.bin', (1, 1))", "step == 2")
+    else:
+        script = ROOT / "train_gpt2.py"
+        tokens = np.fromfile(tmp_path / "train_2.bin", np.uint16)[512:]
+        tokens[-1200 + 700] = 99
+        tokens[:100] = 1  # what the check of its beginning reads
+        write_shard(tmp_path / "train_2.bin", tokens)
+        fields |= {"vocab_size": 64}
+        script = edited_script(tmp_path, ("min(size, 100_000)", "min(size, 100)"))
+    done = run_forked(fields, processes, script)
+    sentence = summaries(done)
+    step = int(re.match(r"stopped after step (\d+) \(checkpoint saved\): ", sentence)[1])
+    assert ("changed while in use" in sentence) == (fault == "touched")
+    assert ("holds token 99" in sentence) == (fault != "touched")
+    assert checkpoints(tmp_path / "logs" / "s") == [f"state_step{step:010d}.pt"]
+    assert losses(done.stdout)[-1][0] == str(step)
+
+
+def test_fault_14_a_folder_with_a_shells_characters_executes_nothing(tiny, tmp_path):
+    folder = tmp_path / "a'; touch X; echo '"
+    folder.mkdir()
+    script = edited_script(folder)
+    done = run_forked({**tiny, "num_iterations": 1}, script=script)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("X")) and not (ROOT / "X").exists()
+
+
+def test_fault_14_a_terminal_of_ascii_ends_no_run(tiny, tmp_path):
+    fields = {**tiny, "num_iterations": 1, "log_dir": tmp_path / "Jörg"}
+    command = [sys.executable, ROOT / "train_gpt2.py"]
+    command += [f"--{name}={value}" for name, value in fields.items()]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0 and "J\\xf6rg" in done.stdout, done.stderr
+
+
+def test_fault_14_a_local_rank_without_torchrun_is_no_silence(tiny, monkeypatch):
+    command = [sys.executable, ROOT / "train_gpt2.py", "--n_layer=0"]
+    environment = {**os.environ, "LOCAL_RANK": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 1
+    assert done.stderr == "train_gpt2.py: n_layer=0 must be a number between 1 and 1000\n"
+
+
+def test_fault_14_another_dtype_on_resume_is_said(tiny, tmp_path, monkeypatch, capsys):
+    """auto may choose another one, on another machine."""
+    main(Hyperparameters(**{**tiny, "run_id": "d"}), StopAfter(2))
+    before = train_gpt2.product_dtype(Hyperparameters(), torch.device("cpu"))
+    other = torch.float32 if before == torch.bfloat16 else torch.bfloat16
+    monkeypatch.setattr(train_gpt2, "product_dtype", lambda args, device: other)
+    main(Hyperparameters(**{**tiny, "run_id": "d", "resume": "auto"}))
+    assert f"was saved by a run in {before}; continuing in {other}\n" in capsys.readouterr().out
