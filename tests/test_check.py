@@ -89,10 +89,10 @@ def no_compiler(function, disable=False, **named):
 
 FAULTS = {
     "settings": ({"batchsize": 3}, "settings: unrecognized arguments: --batchsize=3. --help lists"),
-    "a bad value": ({"n_head": 5}, "settings: n_embd=16 must be a multiple of 2 * n_head=5"),
+    "a bad value": ({"n_head": 5}, "settings: n_embd=16 must be a multiple of 2 * n_head = 10"),
     "no GPU": ({"device": "cuda"}, "device: device=cuda, but PyTorch sees no GPU: pass --dev"),
     "no data": ({"train_files": "none*.bin"}, "data: no file matches 'none*.bin': run data/finewe"),
-    "too little data": ({"num_iterations": 99}, "holds tokens for 15 steps: add data, "),
+    "too little data": ({"num_iterations": 99}, "has enough tokens for 15 steps: add data, "),
     "a changed shard": ({}, "shards: {folder}/train_1.bin has another sha256 than noted: fetch or"),
     "memory": ({}, " free: take a smaller model"),
     "disk": ({"keep_checkpoints": 10**9}, " are needed: free some or pass another --log_dir"),
@@ -120,7 +120,7 @@ def test_the_check_lists_what_to_fix(fault, tiny, tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_failed_check_is_a_list_and_a_failure(processes, tiny):
     done = run_forked({**tiny, "num_iterations": 99}, processes, script=CHECK)
-    fault = f"{tiny['train_files']!r} holds tokens for 15 steps"
+    fault = f"{tiny['train_files']!r} has enough tokens for 15 steps"
     assert done.returncode == 1 and f"data: FAILED, {fault}" in done.stdout
     assert done.stdout.count(f"\nto fix:\n  data: {fault}") == 1
     assert "(ranks " not in done.stdout  # all found it
