@@ -305,7 +305,7 @@ def assert_most_expensive(kernels):
 FAULTS = {
     "an unknown argument": ({"batchsize": 3}, "unrecognized arguments: --batchsize=3. --help"),
     "too few steps": ({"num_iterations": 12}, "num_iterations=12: a profile takes 13 steps"),
-    "too little data": ({"num_iterations": 99}, "{train_files!r} has enough tokens for 15 steps: add"),
+    "too little data": ({"num_iterations": 99}, "{train_files!r} has enough tokens for 15 steps"),
     "a bad value": ({"n_head": 5}, "n_embd=16 must be a multiple of 2 * n_head = 10"),
 }
 
