@@ -201,6 +201,17 @@ def test_chunks_of_the_head_change_nothing(dtype, chunk, compute_logits, softcap
         assert torch.equal(ChunkedCrossEntropy.apply(x, weight, targets, softcap, False), loss)
 
 
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_the_head_trains_when_one_of_its_inputs_is_frozen(frozen):
+    x, weight, targets = head_arguments(50, 8, 64, torch.float32)
+    ChunkedCrossEntropy.apply(x, weight, targets, 0.0, True).backward()
+    expected = {"x": weight.grad, "weight": x.grad}[frozen]
+    x, weight, targets = head_arguments(50, 8, 64, torch.float32)
+    {"x": x, "weight": weight}[frozen].requires_grad_(False)
+    ChunkedCrossEntropy.apply(x, weight, targets, 0.0, True).backward()
+    assert torch.equal({"x": weight.grad, "weight": x.grad}[frozen], expected)
+
+
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 def test_the_heads_gradient_is_that_of_finite_differences(cap, monkeypatch):
     def compute_logits(x, weight, softcap):  # in float64, for differences of 1e-6

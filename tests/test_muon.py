@@ -1,6 +1,7 @@
 """Muon: against the singular value decomposition, and bit-identical for every world size."""
 
 import copy
+import pickle
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -584,3 +585,43 @@ def test_the_section_alone_trains_another_network(dtype):
         losses.append(loss.item())
     assert losses[0] > 1.2 and losses[-1] < 0.1
     assert muon.param_groups[0]["lr"] == pytest.approx(0.0005)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_goes_on_like_the_original(copied):
+    params = make_parameters()
+    muon = Muon(params, lr=0.02)
+    set_gradients(params, 0)
+    muon.step()
+    others, other = copied((params, muon))
+    for step, (some, optimizer) in enumerate(((params, muon), (others, other))):
+        set_gradients(some, 1)
+        optimizer.step()
+        assert flat(some).isfinite().all(), step
+    assert torch.equal(flat(params), flat(others))
+    assert (other.rank, other.world_size, other.loads) == (0, 1, muon.loads)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": -1}, {"lr": float("nan")}, {"momentum": -0.1}, {"momentum": 1.0}, {"momentum": 5},
+     {"weight_decay": -1}, {"rank": 2, "world_size": 2}, {"rank": -1}],
+)  # fmt: skip
+def test_absurd_arguments_are_refused(options):
+    with pytest.raises(ValueError, match="must be"):
+        Muon(make_parameters(), **{"lr": 0.02, **options})
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "CosineAnnealingLR"])
+def test_schedulers_of_torch_set_its_learning_rate(name):
+    params = make_parameters()
+    muon = Muon(params, lr=0.02)
+    options = {"OneCycleLR": (0.05, 10), "CosineAnnealingLR": (10,)}[name]
+    scheduler = getattr(torch.optim.lr_scheduler, name)(muon, *options)
+    rates = []
+    for step in range(10):
+        set_gradients(params, step)
+        muon.step()
+        scheduler.step()
+        rates.append(muon.param_groups[0]["lr"])
+    assert len(set(rates)) > 5 and min(rates) < 0.001
