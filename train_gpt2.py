@@ -1743,25 +1743,24 @@ def main(args, stop=None):
 
 
 def describe_failure(error):
-    """Return (message, alone) for an exception; alone: this may be the only rank that raises it."""
+    """Return how to tell the user of an exception: one line, or a traceback for our own mistakes."""
     if isinstance(error, UserError):
-        return str(error), isinstance(error, DataError)
+        return str(error)
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     # PyTorch has no exception class for running out of CPU memory.
     if out_of_memory or "DefaultCPUAllocator" in str(error):
-        return "out of memory: pass a --device_batch_size below the micro_batch in the log", True
+        return "out of memory: pass a --device_batch_size below the micro_batch in the log"
     if dist.is_initialized() and isinstance(error, RuntimeError) and "gloo" in str(error):
         return (
-            f"lost the connection to another rank; see its message or torchrun's summary ({error})",
-            False,
+            f"lost the connection to another rank; see its message or torchrun's summary ({error})"
         )
-    return "".join(traceback.format_exception(error)).rstrip(), True
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def cli(argv):
     """Train as configured on the command line. On failure, print why and exit with status 1.
 
-    An error that every rank raises is printed only by rank 0.
+    A UserError that every rank raises is printed only by rank 0.
     """
     from torch.distributed.elastic.multiprocessing.errors import record  # only needed here
 
@@ -1772,13 +1771,17 @@ def cli(argv):
     try:
         record(main)(parse_args(argv), stop)  # reports a failed rank's message to torchrun
     except Exception as error:
-        text, alone = describe_failure(error)
+        text = describe_failure(error)
+        on_every_rank = isinstance(error, UserError) and not isinstance(error, DataError)
         if dist.is_initialized():
+            # When one rank has failed, torchrun sends SIGTERM to the others.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             first = dist.get_rank() == 0
-            text = f"rank {dist.get_rank()}: {text}" if alone else text
+            if not on_every_rank:
+                text = f"rank {dist.get_rank()}: {text}"
         else:
             first = "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
-        if first or alone:
+        if first or not on_every_rank:
             print(f"train_gpt2.py: {text}", file=sys.stderr, flush=True)
         sys.exit(1)
 
