@@ -1743,7 +1743,7 @@ def main(args, stop=None):
 
 
 def describe_failure(error):
-    """Return how to tell the user of an exception: one line, or a traceback for our own mistakes."""
+    """Return a message for the user: one line, or a traceback for a mistake in the code."""
     if isinstance(error, UserError):
         return str(error)
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
