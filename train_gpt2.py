@@ -97,7 +97,7 @@ class Hyperparameters:
     key_shift: int = setting(
         0,
         "model",
-        "positions to shift keys right; 1 lets a single layer act as induction head",
+        "positions to shift keys right; 1 lets one layer be an induction head",
         low=0,
     )
     logit_softcap: float = setting(
@@ -181,7 +181,7 @@ class Hyperparameters:
         if self.logit_softcap and not 1 <= self.logit_softcap <= 1000:
             raise UserError(f"logit_softcap={self.logit_softcap} must be 0 or between 1 and 1000")
         if not re.fullmatch(r"([\w-][\w.-]*)?", self.run_id):
-            raise UserError(f"run_id={self.run_id!r} may contain only letters, digits, '-' and '_'")
+            raise UserError(f"run_id={self.run_id!r} may contain only letters, digits and '-_.'")
         if self.resume == "auto" and not self.run_id:
             raise UserError("--resume=auto needs --run_id to know which run to resume")
 
@@ -464,7 +464,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
-        # Tokens that have as many logits as 512 tokens of GPT-2's vocabulary; fewer are slower.
+        # In tokens: as many logits as 512 tokens of GPT-2's vocabulary have. Fewer are slower.
         min_chunk_size = 512 * 50304 // len(weight)
         max_chunks = 2 if x.is_cuda else 8  # plan.py estimates that GPUs prefer few chunks
         chunks = min(max_chunks, max(1, len(x) // min_chunk_size))
@@ -507,7 +507,7 @@ def newton_schulz_polynomial(A):
 
 
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
-    """Orthogonalize G = U S V^T with five Newton-Schulz iterations: return about U V^T.
+    """Orthogonalize G = U S V^T with five Newton-Schulz iterations: return approximately U V^T.
 
     G: (M, N) or (K, M, N), of any float dtype and scale; it is not modified. dtype: dtype of
     the matmuls. Returns a bfloat16 tensor of the same shape, whose singular values are close to
@@ -520,15 +520,15 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     X = G.to(dtype) / (frobenius + 1e-7).to(dtype)
     tall = G.size(-2) > G.size(-1)
     m, n = sorted(G.shape[-2:])
-    # If one side is at least twice the other, it is cheaper to compose iterations: to multiply the
-    # small (m, m) polynomials of two iterations, then of three, and X only twice. Composing more
-    # than three would lose precision.
+    # If one side is at least twice the other, it is cheaper to compose iterations: multiply the
+    # (m, m) polynomials of the first two together, and then of the last three, so that X is
+    # multiplied only twice. Composing more than three would lose precision.
     schedule = (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1)
     for iterations in schedule:
         A = X.mT @ X if tall else X @ X.mT  # (m, m)
         P = newton_schulz_polynomial(A)
         for _ in range(iterations - 1):
-            P = newton_schulz_polynomial(P @ A @ P.mT) @ P  # P A P^T is A in the next iteration
+            P = newton_schulz_polynomial(P @ A @ P.mT) @ P  # P A P^T is the next iteration's A
         X = X @ P.mT if tall else P @ X
     return X.bfloat16()
 
@@ -682,8 +682,8 @@ def stacks_of(params):
     """Split params into stacks, the most expensive first.
 
     Up to four matrices of the same shape, with at most 2**18 entries each, form a stack and share
-    batched matmuls. Stacks must not depend on the number of ranks, because the batch size can
-    change the last bits of a result.
+    batched matmuls. Stacks must not depend on the number of ranks, because the size of a
+    batched matmul can change the last bits of its result.
     """
     stacks = []
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
@@ -707,7 +707,7 @@ HEADER_SIZE = 256
 
 
 class DataError(UserError):
-    """A shard is unusable. Other machines may have a good copy, so every affected rank says so."""
+    """A shard is unusable. Other machines may have a good copy, so every rank reports its own."""
 
 
 def check_shard(path):
@@ -780,25 +780,23 @@ class DistributedDataLoader:
         if len(set(self.contents)) < len(self.paths):
             raise DataError(f"{self.pattern!r} matches a shard and a copy of it: remove one")
 
-    def read(self, start, count, check=True):
+    def read(self, start, count):
         """Return `count` tokens (uint16) from position `start` of the repeated stream.
 
-        Raises DataError if check finds that a shard has changed or holds unknown tokens.
+        Raises DataError if a shard has changed or holds a token outside the vocabulary.
         """
         parts = []
         while count > 0:
             start %= self.total_tokens
             shard = np.searchsorted(self.ends, start, side="right")
             path = self.paths[shard]
-            if check and check_shard(path) != self.shards[shard]:
+            if check_shard(path) != self.shards[shard]:
                 raise DataError(f"{path} changed while in use: restore it and start again")
             tokens_left = self.ends[shard] - start
             tokens_before = self.shards[shard][0] - tokens_left
             offset = 4 * HEADER_SIZE + 2 * tokens_before  # bytes
             part = np.fromfile(path, "<u2", min(count, tokens_left), offset=offset)
-            if len(part) == 0:
-                raise DataError(f"{path} was cut while in use: restore it and start again")
-            if check and part.max() >= self.vocab_size:
+            if part.max() >= self.vocab_size:
                 raise DataError(
                     f"{path} holds token {part.max()}, but vocab_size={self.vocab_size}"
                 )
@@ -808,7 +806,7 @@ class DistributedDataLoader:
         return np.concatenate(parts)
 
     def read_batch(self):
-        """Return (inputs, targets) at position: (batch_size // world_size, T), int64, on device.
+        """Return (inputs, targets), int64 of shape (batch_size // world_size, T), on device.
 
         The position does not move until advance() is called, so a failed step can be repeated.
         """
@@ -843,13 +841,13 @@ class DistributedDataLoader:
     def fingerprint(self):
         """Return a checksum of the tokens just before position and of the next token.
 
-        It is 0 if they cannot be read: a checkpoint can be saved even if a shard has changed.
+        Returns None if a shard has changed, so that a checkpoint can still be saved.
         """
         start = max(0, self.position - 100_000)
         try:
-            return zlib.crc32(self.read(start, self.position + 1 - start, check=False))
+            return zlib.crc32(self.read(start, self.position + 1 - start))
         except (DataError, OSError):
-            return 0
+            return None
 
     def state_dict(self):
         """Collective: return the position, from which any number of ranks can continue."""
@@ -861,13 +859,14 @@ class DistributedDataLoader:
         self.position = state["position"]
         # data_hash sums over the ranks, so only rank 0 starts from the saved total.
         self.hash_sum = int(state["data_hash"], 16) if self.rank == 0 else 0
-        if self.fingerprint() != state["fingerprint"]:
+        saved = state["fingerprint"]
+        if saved is not None and self.fingerprint() != saved:
             raise DataError(f"{self.pattern!r} no longer holds the tokens that were trained on")
 
 
 # ---- Training: optimizers, one step, one evaluation ---------------------------------------------
 class StopTraining(Exception):
-    """Raised to make training save a checkpoint and exit. failure: why, empty after a signal."""
+    """Raised to make training save a checkpoint and exit. failure: why, or empty after a signal."""
 
     def __init__(self, failure=""):
         super().__init__(failure)
@@ -904,7 +903,7 @@ class StopRequest:
             signal.raise_signal(number)
 
     def check(self):
-        """Raise StopTraining if a signal was received; multiple ranks stop in check_ranks."""
+        """In a single process, raise StopTraining if a signal came. See check_ranks for several."""
         one_process = not dist.is_initialized() or dist.get_world_size() == 1
         if self.time is not None and one_process:
             raise StopTraining
@@ -966,7 +965,7 @@ def sync_gradients(model):
 
 
 def micro_batch_size(sequences, max_size):
-    """Return the largest divisor of `sequences` up to max_size; micro-batches have one shape."""
+    """Return the largest divisor of `sequences` up to max_size, for equal micro-batches."""
     return next(n for n in range(min(sequences, max_size), 0, -1) if sequences % n == 0)
 
 
@@ -974,8 +973,8 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
     """Collective: do one optimizer step and return (loss, norms).
 
     inputs, targets: (B, T) int64, this rank's part of the batch. loss: mean over all ranks, NaN if
-    a gradient is not finite. norms: one per parameter, useful only for finding gradients of this
-    rank that are not finite. check_stop is called before each micro-batch; if it raises
+    a gradient is not finite. norms: one per parameter, used only to find gradients of this rank
+    that are not finite. check_stop is called before each micro-batch; if it raises
     StopTraining, the model and the optimizers are unchanged.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -984,7 +983,7 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
     try:
         for x, y in zip(inputs.split(size), targets.split(size)):
             check_stop()
-            # Scaled like this, sums over micro-batches and ranks are means.
+            # With this scaling, sums over micro-batches and ranks are means.
             micro_loss = model(x, y) * (size / len(inputs) / world_size)
             micro_loss.backward()
             loss += micro_loss.detach()
@@ -1139,7 +1138,7 @@ class Log:
         """
         self(" ".join(f"{phase}:{seconds:.1f}s" for phase, seconds in self.seconds.items()))
         speed = train_loader.position / self.seconds["train"]
-        # Training and validation compile one graph each. More mean that something was recompiled.
+        # Training and validation compile one graph each. More than that means recompilation.
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         memory = peak_memory(train_loader.device)
         self(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
@@ -1159,7 +1158,7 @@ class Log:
 
 
 def commit_of(folder):
-    """Return the git commit of a folder, with -dirty after uncommitted changes, or ""."""
+    """Return the git commit of a folder, -dirty if it has uncommitted changes, "" without git."""
     command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -1224,7 +1223,7 @@ def write_checkpoint(state, path, log):
 def save_checkpoint(gpt, optimizers, train_loader, log, args):
     """Collective: save what a run needs to resume, and delete old checkpoints.
 
-    Only rank 0 writes; it returns False if that fails, the others always return True. All ranks
+    Only rank 0 writes; it returns False if that fails. The others return True. All ranks
     raise UserError if a value is not finite.
     """
     step = train_loader.position // train_loader.tokens_per_step
@@ -1267,7 +1266,7 @@ def find_checkpoint(args, log):
     """Return (path, state) of the checkpoint to resume, or None to start from scratch.
 
     With resume=auto it is the run's newest complete one. Raises UserError if there are checkpoints
-    but none is complete, or if it belongs to another run.
+    but none is complete, or if the selected one belongs to another run.
     """
     paths = checkpoints_in(log.folder)
     if args.resume != "auto":
@@ -1492,7 +1491,7 @@ def on_all_ranks(function, *arguments):
     failures = all_gather_objects(failure)
     for rank, failure in enumerate(failures):
         if failure:
-            where = "" if all(failures) else f"rank {rank}: "  # unless all ranks failed
+            where = "" if all(failures) else f"rank {rank}: "  # only if some ranks succeeded
             raise UserError(where + failure)
     return result
 
@@ -1521,7 +1520,7 @@ def check_ranks_read_the_same(loader, args):
         return
     sizes = [size for size, _ in loader.contents]
     check_ranks_agree({"the sizes of their shards": sizes}, "give all machines the same data")
-    last_token = args.num_iterations * loader.tokens_per_step  # a target
+    last_token = args.num_iterations * loader.tokens_per_step  # needed as a target
     needed = 1 + np.searchsorted(loader.ends, last_token, side="right")  # shards of this run
     checksums = {}
     for i in range(local_rank, min(needed, len(loader.paths)), local_size):
@@ -1575,7 +1574,7 @@ def open_data(args, rank, world_size, device):
 
 
 def warm_up(gpt, args, val_loader):
-    """Compile the model in a validation and a training pass; return the seconds of another pass."""
+    """Compile the model by a validation and a training pass; return the seconds of one more."""
     if args.max_ngram > 1:  # torch.compile does not support the sparse gradients of the table
         gpt.ngrams.forward = torch.compiler.disable(gpt.ngrams.forward)
     gpt.compile(dynamic=False, fullgraph=args.max_ngram < 2, disable=not args.compile)
@@ -1665,7 +1664,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
 
 
 def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
-    """Collective: save a checkpoint after the last complete step; log that a signal came.
+    """Collective: save a checkpoint after the last complete step, when a signal came.
 
     Raises UserError if the checkpoint cannot be written, or if a failure stopped the run.
     """
@@ -1743,7 +1742,7 @@ def main(args, stop=None):
 
 
 def describe_failure(error):
-    """Return a message for the user: one line, or a traceback for a mistake in the code."""
+    """Return a message for the user: one line, or a traceback for a bug."""
     if isinstance(error, UserError):
         return str(error)
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -231,7 +231,7 @@ def summaries(done):
     return others[0] if others else lost[0].partition(": ")[2]
 
 
-LOST = "lost the connection to another rank; see its message or torchrun's ("
+LOST = "lost the connection to another rank; see its message or torchrun's summary ("
 
 
 def test_fault_13_a_killed_rank_ends_the_others_with_one_summary(tiny, tmp_path):
@@ -1109,6 +1109,16 @@ def test_fault_14_a_shard_that_fails_in_mid_run_costs_no_step(fault, processes, 
     assert ("holds token 99" in sentence) == (fault != "touched")
     assert checkpoints(tmp_path / "logs" / "s") == [f"state_step{step:010d}.pt"]
     assert losses(done.stdout)[-1][0] == str(step)
+
+
+def test_fault_14_a_run_that_lost_a_shard_goes_on_when_it_is_restored(tiny, tmp_path):
+    shard = tmp_path / "train_0.bin"
+    fields = {**tiny, "run_id": "s", "val_loss_every": 0}
+    script = faulty_script(tmp_path, f"os.rename('{shard}', '{shard}.gone')", "step == 2")
+    assert "stopped after step 2 (checkpoint saved)" in summaries(run_forked(fields, 1, script))
+    os.rename(f"{shard}.gone", shard)
+    done = run_forked({**fields, "resume": "auto"})
+    assert done.returncode == 0 and "continuing after step 2\n" in done.stdout, done.stderr
 
 
 def test_fault_14_a_folder_with_a_shells_characters_executes_nothing(tiny, tmp_path):
