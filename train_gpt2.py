@@ -1664,7 +1664,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
 
 
 def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
-    """Collective: save a checkpoint after the last complete step, when a signal came.
+    """Collective: save a checkpoint after the last complete step and report why the run stops.
 
     Raises UserError if the checkpoint cannot be written, or if a failure stopped the run.
     """
