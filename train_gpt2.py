@@ -493,17 +493,22 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 # ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist -
-def newton_schulz_polynomial(A):
-    """Return P = a I + b A + c A A: one iteration replaces X with P X, where A = X X^T.
-
-    A: (M, M) or (K, M, M). With these coefficients a singular value s becomes a s + b s^3 + c s^5,
-    which moves it towards 1. Source: https://kellerjordan.github.io/posts/muon/
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    multiply_add = torch.addmm if A.ndim == 2 else torch.baddbmm
-    P = multiply_add(A, A, A, beta=b, alpha=c)
-    P.diagonal(dim1=-2, dim2=-1).add_(a)
-    return P
+def gram(X):
+    """Return X X^T for X of shape (M, N) or (K, M, N)."""
+    M, N = X.shape[-2:]
+    if X.is_cuda or M < 512 or N < 2 * M:
+        return X @ X.mT
+    # The result is symmetric. For a large matrix a CPU is faster if it computes three of the four
+    # blocks and copies the fourth. A GPU would lose more by the extra launches.
+    half = M // 2
+    top = X[..., :half, :]
+    bottom = X[..., half:, :]
+    A = X.new_empty(*X.shape[:-1], M)
+    torch.matmul(top, top.mT, out=A[..., :half, :half])
+    torch.matmul(top, bottom.mT, out=A[..., :half, half:])
+    torch.matmul(bottom, bottom.mT, out=A[..., half:, half:])
+    A[..., half:, :half] = A[..., :half, half:].mT
+    return A
 
 
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
@@ -512,23 +517,40 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     G: (M, N) or (K, M, N), of any float dtype and scale; it is not modified. dtype: dtype of
     the matmuls. Returns a bfloat16 tensor of the same shape, whose singular values are close to
     1, but not exactly 1. Raises ValueError if G is not 2-D or 3-D.
+
+    An iteration replaces X with a X + B X, where B = b A + c A A and A = X X^T. It turns a singular
+    value s into a s + b s^3 + c s^5, which is closer to 1.
+    Source: https://kellerjordan.github.io/posts/muon/
     """
     if G.ndim not in (2, 3):
         raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix or a stack of matrices")
-    # The Frobenius norm is computed in float64, because squaring 1e30 overflows float32.
-    frobenius = torch.linalg.matrix_norm(G, keepdim=True, dtype=torch.float64)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    # multiply_add(Z, X, Y, beta, alpha) returns beta Z + alpha X Y, rounded once.
+    multiply_add = torch.addmm if G.ndim == 2 else torch.baddbmm
+    # The Frobenius norm is computed in float64, because squaring 1e30 overflows float32. It is
+    # faster to take the norms of the rows first.
+    row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=torch.float64)
+    frobenius = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
     X = G.to(dtype) / (frobenius + 1e-7).to(dtype)
-    tall = G.size(-2) > G.size(-1)
+    tall = G.size(-2) > G.size(-1)  # then the iteration is X = a X + X B with A = X^T X
     m, n = sorted(G.shape[-2:])
     # If one side is at least twice the other, it is cheaper to compose iterations: multiply the
-    # (m, m) polynomials of the first two together, and then of the last three, so that X is
+    # (m, m) factors of the first two together, and then of the last three, so that X is
     # multiplied only twice. Composing more than three would lose precision.
     schedule = (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1)
     for iterations in schedule:
-        A = X.mT @ X if tall else X @ X.mT  # (m, m)
-        P = newton_schulz_polynomial(A)
+        A = gram(X.mT if tall else X)  # (m, m)
+        B = multiply_add(A, A, A, beta=b, alpha=c)
+        if iterations == 1:
+            X = multiply_add(X, X, B, beta=a) if tall else multiply_add(X, B, X, beta=a)
+            continue
+        P = B.clone()
+        P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + B
         for _ in range(iterations - 1):
-            P = newton_schulz_polynomial(P @ A @ P.mT) @ P  # P A P^T is the next iteration's A
+            A = multiply_add(A, B, A, beta=a)
+            A = multiply_add(A, A, B, beta=a)  # (a I + B) A (a I + B), the next iteration's A
+            B = multiply_add(A, A, A, beta=b, alpha=c)
+            P = multiply_add(P, B, P, beta=a)  # (a I + B) P
         X = X @ P.mT if tall else P @ X
     return X.bfloat16()
 
@@ -640,7 +662,7 @@ class Muon(torch.optim.Optimizer):
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momentum = self.state[p]["momentum_buffer"]
-            momentum.mul_(group["momentum"]).add_(p.grad)
+            torch.add(p.grad, momentum, alpha=group["momentum"], out=momentum)
             # Nesterov: the direction looks one momentum step ahead.
             torch.add(p.grad, momentum, alpha=group["momentum"], out=direction.view_as(p))
         if len(stack) == 1:
@@ -681,13 +703,13 @@ def matrix_cost(p):
 def stacks_of(params):
     """Split params into stacks, the most expensive first.
 
-    Up to four matrices of the same shape, with at most 2**18 entries each, form a stack and share
-    batched matmuls. Stacks must not depend on the number of ranks, because the size of a
+    Up to eight matrices of the same shape, with at most 2**20 entries together, form a stack and
+    share batched matmuls. Stacks must not depend on the number of ranks, because the size of a
     batched matmul can change the last bits of its result.
     """
     stacks = []
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
-        max_size = 4 if p.numel() <= 2**18 else 1
+        max_size = min(8, 2**20 // p.numel())
         if stacks and stacks[-1][0].shape == p.shape and len(stacks[-1]) < max_size:
             stacks[-1].append(p)
         else:
