@@ -18,6 +18,7 @@ import fcntl
 import functools
 import glob
 import hashlib
+import json
 import math
 import os
 import platform
@@ -78,7 +79,7 @@ class Hyperparameters:
     vocab_size: int = setting(
         50304,
         "model",
-        "GPT-2's 50257 tokens, rounded up to a multiple of 128 for speed",
+        "GPT-2's 50257 tokens, rounded up; replaced by that of data that data/pack.py wrote",
         high=2**16,
     )
     n_layer: int = setting(12, "model", "transformer blocks", high=1000)
@@ -136,10 +137,13 @@ class Hyperparameters:
         125, "validation", "steps between validations; 0 validates only after the last step", low=0
     )
     val_tokens: int = setting(
-        10485760, "validation", "number of tokens to validate on, from the start of val_files"
+        10485760,
+        "validation",
+        "tokens to validate on, from the start of val_files; 0 takes all, up to 1M",
+        low=0,
     )
     target_val_loss: float = setting(
-        3.28, "validation", "printed next to the result; has no other effect"
+        3.28, "validation", "printed next to the result unless 0; has no other effect"
     )
 
     run_id: str = setting(
@@ -279,9 +283,26 @@ def parse_args(argv):
     # The first pass only finds the preset, whose values become the defaults of the second pass.
     preset = parser.parse_known_args(argv)[0].preset
     parser.set_defaults(**PRESETS[preset][1])
+    # The data may replace defaults, too. What the command line says always counts.
+    args = parser.parse_args(argv)
+    parser.set_defaults(vocab_size=vocab_size_of(args.train_files, args.vocab_size))
+    if args.val_files != parser.get_default("val_files"):
+        parser.set_defaults(target_val_loss=0.0)  # the target of other data
     values = vars(parser.parse_args(argv))
     del values["preset"]
     return Hyperparameters(**values)
+
+
+def vocab_size_of(train_files, default):
+    """Return the vocabulary size of shards that data/pack.py wrote, or the default for others."""
+    path = Path(train_files).parent / "manifest.json"
+    if not path.is_file():
+        return default
+    try:
+        size = int(json.loads(path.read_text(encoding="utf-8")).get("vocab_size", default))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{path} is damaged: pack the data again, or move it away") from None
+    return size if size < 1024 else (size + 127) // 128 * 128  # rounded up for speed
 
 
 def help_of(field):
@@ -1154,7 +1175,8 @@ class Log:
         if self.file is not None and not write_checkpoint(weights, path, self):
             raise UserError(f"{path} was not written, so the final weights are lost: free space")
         self(f"weights: {path}; `bash run.sh sample` generates text from them")
-        self(f"result val_loss:{val_loss:.4f} target:{args.target_val_loss}")
+        target = f" target:{args.target_val_loss}" if args.target_val_loss else ""
+        self(f"result val_loss:{val_loss:.4f}{target}")
 
 
 def commit_of(folder):
@@ -1561,7 +1583,8 @@ def open_data(args, rank, world_size, device):
     val_loader = DistributedDataLoader(args.val_files, micro_batch * world_size, *shared)
     T = args.sequence_length
     max_val_tokens = (val_loader.total_tokens - 1) // T * T
-    if args.val_tokens % T or args.val_tokens > max_val_tokens:
+    val_tokens = val_tokens_of(args, val_loader)
+    if val_tokens % T or not 0 < val_tokens <= max_val_tokens:
         raise UserError(
             f"val_tokens={args.val_tokens} must be a multiple of {T} up to {max_val_tokens}, the "
             f"number of usable tokens in {args.val_files!r}"
@@ -1571,6 +1594,12 @@ def open_data(args, rank, world_size, device):
             "train_files and val_files both match the same shard: they must not overlap"
         )
     return train_loader, val_loader
+
+
+def val_tokens_of(args, val_loader):
+    """Return val_tokens; if it is 0, the number of usable tokens in val_files, up to 2**20."""
+    usable = min(val_loader.total_tokens - 1, 2**20)
+    return args.val_tokens or usable // val_loader.T * val_loader.T
 
 
 def warm_up(gpt, args, val_loader):
@@ -1718,6 +1747,7 @@ def main(args, stop=None):
     check_ranks_agree(facts, "start all ranks with the same settings, source and versions")
     on_all_ranks(check_memory, args)
     train_loader, val_loader = on_all_ranks(open_data, args, rank, world_size, device)
+    args = dataclasses.replace(args, val_tokens=val_tokens_of(args, val_loader))
     val_tokens = val_loader.read(0, args.val_tokens + 1)
     val_hash = hashlib.sha256(val_tokens).hexdigest()[:16]
     check_ranks_agree({"val_hash": val_hash}, "give all machines the same val_files")

@@ -176,7 +176,7 @@ def check_data(args, rank, world_size, device):
     text = (
         f"{len(train_loader.paths)} + {len(val_loader.paths)} shards, {held:,} + "
         f"{val_loader.total_tokens:,} tokens; the run reads {planned:,} ({planned / held:.3f} "
-        f"epochs) and validates on {args.val_tokens:,}; highest id seen {highest}"
+        f"epochs) and validates on {train_gpt2.val_tokens_of(args, val_loader):,}; highest id seen {highest}"
     )
     return text, loaders
 
