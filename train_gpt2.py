@@ -1061,6 +1061,7 @@ class Log:
         self.seconds = Counter()  # spent in each phase
         self.checkpoints = []  # file names of this run's checkpoints that still exist
         self.val_hash = ""  # hash of the validation tokens
+        self.best_loss = None  # validation loss of the weights in best.pt, if there are any
         self.result = ""  # the last line of a finished log
         self.file = None
         self.live = False  # whether a progress bar replaces the per-step lines
@@ -1163,18 +1164,13 @@ class Log:
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         memory = peak_memory(train_loader.device)
         self(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
-        weights = dict(
-            hyperparameters=vars(args),
-            dtype=str(gpt.dtype),
-            val_loss=val_loss,
-            val_hash=self.val_hash,
-            model=gpt.state_dict(),
-        )
-        check_finite(weights, "the final weights")
         path = self.folder / "model.pt"
-        if self.file is not None and not write_checkpoint(weights, path, self):
+        if not save_weights(gpt, val_loss, path, self, args):
             raise UserError(f"{path} was not written, so the final weights are lost: free space")
         self(f"weights: {path}; `bash run.sh sample` generates text from them")
+        path = self.folder / "best.pt"
+        if self.best_loss is not None and self.best_loss < val_loss and path.exists():
+            self(f"weights of the best validation, val_loss:{self.best_loss:.4f}: {path}")
         target = f" target:{args.target_val_loss}" if args.target_val_loss else ""
         self(f"result val_loss:{val_loss:.4f}{target}")
 
@@ -1242,6 +1238,19 @@ def write_checkpoint(state, path, log):
         return False
 
 
+def save_weights(gpt, val_loss, path, log, args):
+    """Write the weights alone, on rank 0; return False if that fails. UserError: not finite."""
+    weights = dict(
+        hyperparameters=vars(args),
+        dtype=str(gpt.dtype),
+        val_loss=val_loss,
+        val_hash=log.val_hash,
+        model=gpt.state_dict(),
+    )
+    check_finite(weights, f"the weights for {path}")
+    return log.file is None or write_checkpoint(weights, path, log)
+
+
 def save_checkpoint(gpt, optimizers, train_loader, log, args):
     """Collective: save what a run needs to resume, and delete old checkpoints.
 
@@ -1262,6 +1271,7 @@ def save_checkpoint(gpt, optimizers, train_loader, log, args):
         dtype=str(gpt.dtype),
         val_hash=log.val_hash,
         train_seconds=log.seconds["train"],
+        best_loss=log.best_loss,
         files=kept,
         model=gpt.state_dict(),
         optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
@@ -1351,6 +1361,7 @@ def load_run_state(path, state, gpt, optimizers, train_loader, log):
             load_optimizer(optimizer, saved)
         train_loader.load_state_dict(state["train_loader"])
         log.seconds["train"] = float(state["train_seconds"])
+        log.best_loss = state.get("best_loss")
         # A run deletes only checkpoints that it wrote, listed in "files". A foreign checkpoint may
         # list any name, so names that are not checkpoints in this folder are ignored.
         existing = {checkpoint.name for checkpoint in checkpoints_in(log.folder)}
@@ -1596,6 +1607,11 @@ def open_data(args, rank, world_size, device):
     return train_loader, val_loader
 
 
+def epochs(args, train_loader):
+    """Return how many times the whole run reads the training tokens."""
+    return args.num_iterations * train_loader.tokens_per_step / train_loader.total_tokens
+
+
 def val_tokens_of(args, val_loader):
     """Return val_tokens; if it is 0, the number of usable tokens in val_files, up to 2**20."""
     usable = min(val_loader.total_tokens - 1, 2**20)
@@ -1631,6 +1647,11 @@ def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
         check_ranks_agree({"the checksum of their weights": checksum}, "resume from a checkpoint")
         data_hash = train_loader.data_hash()
     log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash}")
+    # A run that repeats its text may overfit, so it also keeps its best weights.
+    if args.val_loss_every and epochs(args, train_loader) > 1:
+        is_best = log.best_loss is None or loss < log.best_loss
+        if is_best and save_weights(gpt, loss, log.folder / "best.pt", log, args):
+            log.best_loss = loss
     return loss
 
 
@@ -1712,6 +1733,9 @@ def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
     log.header(args, gpt, optimizers, train_loader, val_loader)
     if args.resume:
         log(f"resume={args.resume}: continuing after step {first_step}")
+    if epochs(args, train_loader) > 10:
+        times = f"{epochs(args, train_loader):.0f} times"
+        log(f"reading the training text {times}: expect overfitting; add text or train less")
     log("compiling (up to a minute)")
     log("a high first loss is expected: before training, the tied head predicts the input token")
     with log.timed("compile"):
