@@ -157,6 +157,9 @@ class Hyperparameters:
     resume: str = setting(
         "", "checkpoints", "checkpoint to resume from; auto picks the newest of run_id, if any"
     )
+    init: str = setting(
+        "", "checkpoints", "model.pt, best.pt or checkpoint whose weights a new run starts from"
+    )
 
     device: Literal["auto", "cuda", "cpu"] = setting(
         "auto", "machine", "auto picks cuda if PyTorch sees a GPU"
@@ -203,7 +206,7 @@ def check_number(field, value):
 # num_iterations may increase. The data may be in other files, but the tokens must be the same.
 CHANGEABLE_ON_RESUME = (
     "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss",
-    "run_id", "log_dir", "save_every", "keep_checkpoints", "resume",
+    "run_id", "log_dir", "save_every", "keep_checkpoints", "resume", "init",
     "device", "device_batch_size", "compile", "comm_timeout",
 )  # fmt: skip
 
@@ -1094,7 +1097,7 @@ class Log:
             if args.resume != "auto" or args.num_iterations > finished_steps:
                 raise UserError(
                     f"{self.path} already finished after {finished_steps} steps: to go on, pass "
-                    f"--resume=CHECKPOINT with another --run_id"
+                    f"--resume=CHECKPOINT with another --run_id, or --init={self.folder}/model.pt"
                 )
         elif not trained and self.path.is_file():
             self.file.truncate(0)
@@ -1307,12 +1310,13 @@ def find_checkpoint(args, log):
             raise UserError(f"{log.folder} holds checkpoints: pass --resume, or another --run_id")
         paths = [Path(args.resume)] if args.resume else []
     for path in reversed(paths):
-        # If a file ends with the crc32 of the bytes before it, its own crc32 is this constant.
-        if not path.is_file() or crc32_of_file(path) != 0x2144DF1C:
+        if not is_complete(path):
             log(f"{path} is not a complete checkpoint")
             continue
         with reporting_bad_checkpoint(path):
             state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
+            if "optimizers" not in state:
+                raise UserError(f"{path} holds only weights: start a new run with --init={path}")
             check_state(state, path, args, log)
         return path, state
     if paths:
@@ -1320,6 +1324,12 @@ def find_checkpoint(args, log):
     if (log.folder / "model.pt").exists():
         raise UserError(f"{log.folder} holds the weights of a finished run: pass another --run_id")
     return None
+
+
+def is_complete(path):
+    """Return whether a file that write_checkpoint wrote is there and undamaged."""
+    # If a file ends with the crc32 of the bytes before it, its own crc32 is this constant.
+    return path.is_file() and crc32_of_file(path) == 0x2144DF1C
 
 
 @contextlib.contextmanager
@@ -1368,6 +1378,26 @@ def load_run_state(path, state, gpt, optimizers, train_loader, log):
         log.checkpoints = [name for name in state["files"] if name in existing]
 
 
+def load_init(args, gpt):
+    """Load the weights in args.init. Raises UserError unless they fit the settings of the model."""
+    path = Path(args.init)
+    if not is_complete(path):
+        raise UserError(f"--init={path} is not a complete file of weights, such as model.pt")
+    with reporting_bad_checkpoint(path):
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        fixes = []
+        for field in dataclasses.fields(args):
+            saved = state["hyperparameters"].get(field.name, field.default)
+            of_model = field.metadata.get("group") == "model"
+            of_model &= field.name not in ("seed", "dtype")
+            if of_model and saved != getattr(args, field.name):
+                fixes.append(f"--{field.name}={saved}")
+        if fixes:
+            raise UserError(f"--init={path} holds another model: pass {' '.join(fixes)}")
+        check_finite(state["model"], str(path))
+        gpt.load_state_dict(state["model"])
+
+
 def load_optimizer(optimizer, saved):
     """Load a saved state into an optimizer.
 
@@ -1406,6 +1436,8 @@ def resume(args, gpt, optimizers, train_loader, log):
     step = None if state is None else state["step"]
     check_ranks_agree({"the step of the checkpoint": step}, "put log_dir on a shared filesystem")
     if state is None:
+        if args.init:
+            on_all_ranks(load_init, args, gpt)
         return 0
     on_all_ranks(load_run_state, path, state, gpt, optimizers, train_loader, log)
     if state.get("dtype") != str(gpt.dtype):
@@ -1737,7 +1769,10 @@ def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
         times = f"{epochs(args, train_loader):.0f} times"
         log(f"reading the training text {times}: expect overfitting; add text or train less")
     log("compiling (up to a minute)")
-    log("a high first loss is expected: before training, the tied head predicts the input token")
+    if args.init:
+        log(f"the weights of {args.init} are the start of this run")
+    else:
+        log("a high first loss is expected: an untrained tied head predicts the input token")
     with log.timed("compile"):
         seconds_per_micro_batch = warm_up(gpt, args, val_loader)
     micro_batches = train_loader.tokens_per_step / val_loader.tokens_per_step

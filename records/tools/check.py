@@ -172,11 +172,12 @@ def check_data(args, rank, world_size, device):
         tokens = loader.read(0, min(loader.total_tokens, 10**7))
         highest = max(highest, tokens.max())
     train_loader, val_loader = loaders
+    validated = train_gpt2.val_tokens_of(args, val_loader)
     planned, held = args.num_iterations * train_loader.tokens_per_step, train_loader.total_tokens
     text = (
         f"{len(train_loader.paths)} + {len(val_loader.paths)} shards, {held:,} + "
         f"{val_loader.total_tokens:,} tokens; the run reads {planned:,} ({planned / held:.3f} "
-        f"epochs) and validates on {train_gpt2.val_tokens_of(args, val_loader):,}; highest id seen {highest}"
+        f"epochs) and validates on {validated:,}; highest id seen {highest}"
     )
     return text, loaders
 

@@ -31,11 +31,13 @@ INCIDENTAL |= {"device_batch_size", "save_every", "keep_checkpoints", "resume", 
 # settings that train_gpt2.py lets a resumed run change, besides num_iterations
 RESUMABLE = {"train_files", "val_files", "allow_repeat", "val_loss_every"}
 RESUMABLE |= {"target_val_loss", "save_every", "keep_checkpoints", "resume", "log_dir", "run_id"}
+RESUMABLE |= {"init"}
 RESUMABLE |= {"device", "device_batch_size", "compile", "comm_timeout"}
 RENAMED_SETTINGS = {"ngrams": "max_ngram", "key_offset": "key_shift"}  # old name: new name
 # what a script does that lacks a setting: these once could be chosen, or can be since
 IMPLIED = {"muon_coefficients": "quintic", "attention": "auto", "dtype": "auto"}
 IMPLIED |= {"max_ngram": 0, "ngram_rows": 2**18, "key_shift": 0, "logit_softcap": 0.0}
+IMPLIED |= {"init": ""}
 
 
 def flops(parameters, n_layer, n_embd, sequence_length):
