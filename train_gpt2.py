@@ -1678,7 +1678,8 @@ def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
         checksum = sum(sums).item()  # of the weights' bits, modulo 2**32
         check_ranks_agree({"the checksum of their weights": checksum}, "resume from a checkpoint")
         data_hash = train_loader.data_hash()
-    log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash}")
+    lr = args.learning_rate * lr_multiplier(step, args)  # Muon's decays in proportion
+    log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash} lr:{lr:.3g}")
     # A run that repeats its text may overfit, so it also keeps its best weights.
     if args.val_loss_every and epochs(args, train_loader) > 1:
         is_best = log.best_loss is None or loss < log.best_loss

@@ -260,7 +260,7 @@ def finish(run):
 def validations(text):
     """Return [(step, loss, data hash)] of the validation lines in a log."""
     line = r"^step:(\d+)/\d+ val_loss:(\d+\.\d{4}) train_time:\d+ms step_avg:\d+\.\d\dms "
-    rows = re.findall(line + r"data_hash:([0-9a-f]{12})$", text, re.M)
+    rows = re.findall(line + r"data_hash:([0-9a-f]{12}) lr:[\d.e-]+$", text, re.M)
     assert len(rows) == len(re.findall(r"^step:.* val_loss:", text, re.M)), text
     return [(int(step), float(loss), data_hash) for step, loss, data_hash in rows]
 

@@ -20,7 +20,8 @@ PEAK_FLOPS = {
 }
 POINT = re.compile(
     r"step:(?P<step>\d+)/(?P<last>\d+) (?P<kind>train|val)_loss:(?P<loss>\S+) "
-    r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms(?: data_hash:(?P<hash>\w+))?"
+    r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
+    r"(?: data_hash:(?P<hash>\w+))?(?: lr:(?P<lr>\S+))?"
 )
 RESUMED = re.compile(r"resume=.*: (?:going on|continuing) after step (?P<step>\d+)")
 NAMES = {"seed", "run_id", "log_dir"}  # settings that tell repetitions apart
