@@ -24,6 +24,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -1746,6 +1747,17 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
     return val_loss
 
 
+def resume_command(run_id, world_size):
+    """Return the command that continues a run. run.sh says in RUN_COMMAND how it was called."""
+    processes = f"torchrun --standalone --nproc_per_node={world_size}"
+    launcher = "python" if world_size == 1 else processes
+    command = os.environ.get("RUN_COMMAND", f"{launcher} {shlex.join(sys.argv)}")
+    for argument in f"--run_id={run_id}", "--resume=auto":
+        if argument not in command.split():
+            command += f" {argument}"
+    return command
+
+
 def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
     """Collective: save a checkpoint after the last complete step and report why the run stops.
 
@@ -1755,6 +1767,8 @@ def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
     if not save_checkpoint(gpt, optimizers, train_loader, log, args):
         last = log.checkpoints[-1] if log.checkpoints else "step 0"
         raise UserError(f"stopped after step {step} without saving: progress since {last} is lost")
+    command = resume_command(log.folder.name, train_loader.world_size)
+    log(f"saved {log.folder}/state_step{step:010d}.pt; to continue: {command}")
     if failure:
         raise UserError(f"stopped after step {step} (checkpoint saved): {failure}")
     log(f"stopped by a signal after step {step}")
