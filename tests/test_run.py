@@ -720,7 +720,7 @@ def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, processes, tmp_path):
     if nproc:
         changes["NPROC"] = str(nproc)
     done = subprocess.run(
-        ["bash", ROOT / "run.sh", "--seed=1"], timeout=60, capture_output=True, text=True,
+        ["bash", ROOT / "run.sh", "--seed=1", "--yes"], timeout=60, capture_output=True, text=True,
         env={**os.environ, **changes},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
