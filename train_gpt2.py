@@ -1532,6 +1532,7 @@ def configure_backend(args, device):
     # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
     # would not be bit-reproducible.
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a fill of every new tensor
 
 
 def all_gather_objects(value):

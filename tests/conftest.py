@@ -45,6 +45,7 @@ def pytorchs_own_settings():
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     with functorch_config.patch(activation_memory_budget=1.0):
         yield
 

@@ -427,6 +427,7 @@ def test_a_cpu_takes_plain_attention_for_short_sequences(length, fused):
     assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     assert torch._functorch.config.activation_memory_budget == 0.7
     assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_a_gpu_keeps_pytorchs_own_settings():
