@@ -34,7 +34,7 @@ packages="torch, numpy, tiktoken, huggingface_hub, tqdm"
 requirements=requirements.txt
 case "${1:-}" in
 test)
-    packages+=", pytest, hypothesis, scipy, matplotlib, transformers, safetensors"
+    packages+=", pytest, hypothesis, scipy, matplotlib, transformers, safetensors, tensorboard"
     requirements=tests/requirements.txt ;;
 records/* | report | compare | ab)
     packages+=", scipy, matplotlib"
