@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,6 +94,93 @@ def test_presets_are_settings_that_others_override(capsys):
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     for name, (text, _) in PRESETS.items():
         assert f"{name} {text}" in shown
+
+
+@pytest.mark.parametrize(
+    "manifest, given, expected",
+    [
+        ('{"vocab_size": 257}', [], 257),
+        ('{"vocab_size": 50257}', [], 50304),
+        ('{"vocab_size": 50257}', ["--preset=text"], 50304),
+        ('{"vocab_size": 257}', ["--vocab_size=300"], 300),
+        ("{}", ["--preset=text"], 257),
+        (None, [], 50304),
+    ],
+)
+def test_the_vocabulary_is_that_of_packed_data(manifest, given, expected, tmp_path):
+    if manifest:
+        (tmp_path / "manifest.json").write_text(manifest)
+    assert parse_args([*given, f"--train_files={tmp_path}/train_*.bin"]).vocab_size == expected
+
+
+@pytest.mark.parametrize("manifest", ["[]", "no json", '{"vocab_size": "x"}', '{"vocab_size": []}'])
+def test_a_damaged_manifest_is_one_sentence(manifest, tmp_path):
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: pack the data again"):
+        parse_args([f"--train_files={tmp_path}/train_*.bin"])
+
+
+def test_a_target_is_that_of_the_presets_own_data(tiny, capsys):
+    for preset in "record7", "cpu":
+        own = PRESETS[preset][1].get("target_val_loss", 3.28)
+        assert parse_args([f"--preset={preset}"]).target_val_loss == own
+        other = [f"--preset={preset}", "--val_files=other/*.bin"]
+        assert parse_args(other).target_val_loss == 0
+        assert parse_args([*other, "--target_val_loss=2"]).target_val_loss == 2
+    assert parse_args(["--preset=text"]).target_val_loss == 0
+    loss = main(Hyperparameters(**{**tiny, "target_val_loss": 0.0}))
+    assert capsys.readouterr().out.endswith(f"\nresult val_loss:{loss:.4f}\n")
+
+
+def test_val_tokens_0_validates_on_all_of_val_files_up_to_1m(tiny, tmp_path):
+    losses = []
+    for run_id, val_tokens in ("all", 0), ("named", 384):  # of 400, in sequences of 16
+        fields = {**tiny, "run_id": run_id, "val_tokens": val_tokens, "num_iterations": 1}
+        losses.append(main(Hyperparameters(**fields)))
+    assert losses[0] == losses[1]
+    log = (tmp_path / "logs" / "all.txt").read_text()
+    assert "\nhyperparameter val_tokens=384\n" in log
+    loader = SimpleNamespace(total_tokens=10**8, T=1000)
+    assert train_gpt2.val_tokens_of(Hyperparameters(val_tokens=0), loader) == 1_048_000
+    with pytest.raises(UserError, match="val_tokens=0 must be a multiple of 512 up to 0, the num"):
+        main(Hyperparameters(**{**tiny, "val_tokens": 0, "sequence_length": 512, "batch_size": 1}))
+
+
+def test_the_learning_rate_is_logged_at_each_validation(tiny, capsys):
+    main(Hyperparameters(**{**tiny, "val_loss_every": 2}))
+    text = capsys.readouterr().out
+    rates = [float(rate) for rate in re.findall(r" val_loss:.* lr:(\S+)$", text, re.M)]
+    args = Hyperparameters(**tiny)
+    expected = [0.01 * lr_multiplier(step, args) for step in (0, 2, 4, 6)]
+    assert rates == pytest.approx(expected, rel=0.01)
+
+
+def test_the_weights_of_the_best_validation_stay_where_the_text_repeats(tiny, tmp_path, capsys):
+    """The losses of validations are made up: the second is the lowest."""
+    fields = {**tiny, "num_iterations": 18, "val_loss_every": 6, "allow_repeat": True}
+    made_up = iter([5.0, 3.0, 4.0, 3.5])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "evaluate", lambda *arguments: next(made_up))
+        main(Hyperparameters(**{**fields, "run_id": "again"}))
+    folder = tmp_path / "logs" / "again"
+    assert capsys.readouterr().out.splitlines()[-2] == (
+        f"weights of the best validation, val_loss:3.0000: {folder}/best.pt"
+    )
+    best = torch.load(folder / "best.pt", weights_only=True)
+    assert best["val_loss"] == 3.0
+    assert best.keys() == torch.load(folder / "model.pt", weights_only=True).keys()
+    main(Hyperparameters(**{**fields, "num_iterations": 6, "warmdown_iters": 0, "run_id": "once"}))
+    assert not (tmp_path / "logs" / "once" / "best.pt").exists()
+
+
+def test_a_plan_that_repeats_its_text_much_says_so(tiny, capsys):
+    said = "reading the training text {} times: expect overfitting"
+    assert train_gpt2.epochs(Hyperparameters(**{**tiny, "num_iterations": 160}),
+                             train_loader(Hyperparameters(**tiny))) == 160 * 192 / 3000  # fmt: skip
+    for batch_size, times in (1024, 11), (512, 5):
+        fields = {**tiny, "batch_size": batch_size, "device_batch_size": 1024, "allow_repeat": True}
+        main(Hyperparameters(**{**fields, "num_iterations": 2, "val_loss_every": 0}))
+        assert (said.format(times) in capsys.readouterr().out) == (times > 10)
 
 
 def test_the_preset_cpu_is_the_cpu_record():
