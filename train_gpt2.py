@@ -80,7 +80,7 @@ class Hyperparameters:
     vocab_size: int = setting(
         50304,
         "model",
-        "GPT-2's 50257 tokens, rounded up; replaced by that of data that data/pack.py wrote",
+        "GPT-2's 50257, rounded up for speed; the manifest of packed data replaces this default",
         high=2**16,
     )
     n_layer: int = setting(12, "model", "transformer blocks", high=1000)

@@ -143,7 +143,8 @@ def test_val_tokens_0_validates_on_all_of_val_files_up_to_1m(tiny, tmp_path):
     loader = SimpleNamespace(total_tokens=10**8, T=1000)
     assert train_gpt2.val_tokens_of(Hyperparameters(val_tokens=0), loader) == 1_048_000
     with pytest.raises(UserError, match="val_tokens=0 must be a multiple of 512 up to 0, the num"):
-        main(Hyperparameters(**{**tiny, "val_tokens": 0, "sequence_length": 512, "batch_size": 1}))
+        fields |= {"val_tokens": 0, "sequence_length": 512, "batch_size": 1}
+        main(Hyperparameters(**fields))
 
 
 def test_the_learning_rate_is_logged_at_each_validation(tiny, capsys):
