@@ -25,10 +25,9 @@ if [[ ! ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]]; then
         "or leave it unset to start one for each GPU" >&2
     exit 1
 fi
-# What a stopped run says to continue it. bash 3.2 of macOS: an empty array is unbound under set -u.
+# The command that a stopped run shows to continue it
 RUN_COMMAND="${PYTHON:+PYTHON=$PYTHON }${NPROC:+NPROC=$NPROC }bash run.sh"
 [ $# -eq 0 ] || RUN_COMMAND+=$(printf ' %q' "$@")
-export RUN_COMMAND
 python=${PYTHON:-python3}
 packages="torch, numpy, tiktoken, huggingface_hub, tqdm"
 requirements=requirements.txt
@@ -54,6 +53,7 @@ if ! reason=$("$python" -c "$check" 2>&1); then
     python=.venv/bin/python
 fi
 
+# In bash 3.2, which macOS has, an empty array counts as unset: hence ${settings[@]+...} below.
 # Start a script of ours in NPROC processes; by default in as many as there are GPUs, or one.
 launch() {
     local processes=${NPROC:-$gpus}
@@ -141,6 +141,7 @@ sample | evaluate | export | report | compare | ab | track)
     exec "$python" "records/tools/$1.py" "${@:2}" ;;
 data) pack_torch_sources ;;
 *)
+    export RUN_COMMAND
     yes= arguments=()
     for argument; do
         if [ "$argument" = --yes ]; then yes=--yes; else arguments+=("$argument"); fi
