@@ -538,6 +538,19 @@ def test_a_gpu_that_only_emulates_bfloat16_trains_in_float32(has_bf16, monkeypat
     assert train_gpt2.product_dtype(Hyperparameters(), torch.device("cuda")) == expected
 
 
+def test_macos_has_no_proc_and_counts_memory_in_bytes(monkeypatch):
+    def no_file(path):
+        raise FileNotFoundError(path)
+
+    usage = SimpleNamespace(ru_maxrss=3 * 2**30)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(Path, "read_text", no_file)
+    monkeypatch.setattr(train_gpt2.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(train_gpt2.resource, "getrusage", lambda who: usage)
+    assert train_gpt2.device_name(torch.device("cpu")) == "arm64"
+    assert train_gpt2.peak_memory(torch.device("cpu")) == 3072
+
+
 def test_plain_srun_is_refused(tiny, monkeypatch):
     """It starts every task alone, so each would train the whole run."""
     monkeypatch.setenv("SLURM_NTASKS", "4")
