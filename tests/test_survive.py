@@ -7,6 +7,7 @@ import hashlib
 import os
 import pickle
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -539,7 +540,7 @@ def test_a_stopped_run_says_its_file_and_the_command_that_continues_it(tiny, tmp
     assert said == f"saved {path}" and path.exists()
     assert command.startswith(f"python {script} --vocab_size=64 ")
     assert command.endswith(" --run_id=t --resume=auto") and command.count("run_id") == 1
-    words = command.split()[2:]
+    words = shlex.split(command)[2:]
     second = run_forked({}, script=script, flags=words)
     assert "resume=auto: continuing after step 2\n" in second.stdout
     assert second.stdout.count(command) == 1
