@@ -153,16 +153,18 @@ def test_wandb_writes_a_run_offline(log, tmp_path):
         (
             ["nowhere.txt", "--tensorboard=x"],
             [],
-            "nowhere.txt is not a file: name the log of a run",
+            "nowhere.txt is not a file: name a log",
         ),
         (["LOG", "--tensorboard=x"], ["tensorboard"], "pip install tensorboard"),
         (["LOG", "--wandb=x"], ["wandb"], "pip install wandb"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, missing, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "log.txt").write_text("result\n")
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.setitem(sys.modules, f"torch.utils.{name}", None)
     with pytest.raises(ValueError, match=sentence):
-        track.main([word.replace("LOG", str(tmp_path / "log.txt")) for word in arguments])
+        track.main([word.replace("LOG", "log.txt") for word in arguments])
+    assert os.listdir() == ["log.txt"]

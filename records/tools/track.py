@@ -20,7 +20,6 @@ from runlog import POINT, require
 
 def follow(path, pause=1.0):
     """Yield the lines of a log as they are written, up to the line of the result."""
-    require(path.is_file(), f"{path} is not a file: name the log of a run, logs/RUN.txt")
     line = b""
     with open(path, "rb") as file:
         while not line.startswith(b"result "):
@@ -95,6 +94,7 @@ def main(argv):
     where.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     where.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases")
     options = parser.parse_args(argv)
+    require(options.log.is_file(), f"{options.log} is not a file: name a log, logs/RUN.txt")
     points = points_of(follow(options.log))
     if options.tensorboard:
         to_tensorboard(points, options.tensorboard)
