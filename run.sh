@@ -7,13 +7,15 @@
 # bash run.sh test [pytest arguments]   run the test suite
 # bash run.sh check [--name=value ...]  can this run start here? Device, compiler, data, disk, network
 # bash run.sh profile [--name=value ...]   where a step's time goes
-# bash run.sh --preset=laptop           train on your own text, which `bash run.sh pack` prepares
+# bash run.sh --preset=text             train on your own text, which `bash run.sh pack` prepares
 # bash run.sh pack TEXTS --out data/mine [...]   data/pack.py
 # bash run.sh sample [PROMPT] [...]     let the newest run write: records/tools/sample.py
+# bash run.sh track LOG --tensorboard DIR | --wandb PROJECT   follow a log while it grows
 # bash run.sh evaluate|export|report|compare|ab [...]   the other tools in records/tools
 # bash run.sh records/<date>_<Name>     train a record again from its own log: is the loss within its
 #     spread? Arguments: records/tools/rerun.py
 # bash run.sh data                      only make the data of the record without GPUs
+# With GPUs, a terminal is asked before 5.6 GB are downloaded; --yes answers.
 # NPROC=n sets the number of processes, PYTHON=... the interpreter, SCRIPT=... a copy of the script.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -23,12 +25,15 @@ if [[ ! ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]]; then
         "or leave it unset to start one for each GPU" >&2
     exit 1
 fi
+# The command that a stopped run shows to continue it
+RUN_COMMAND="${PYTHON:+PYTHON=$PYTHON }${NPROC:+NPROC=$NPROC }bash run.sh"
+[ $# -eq 0 ] || RUN_COMMAND+=$(printf ' %q' "$@")
 python=${PYTHON:-python3}
 packages="torch, numpy, tiktoken, huggingface_hub, tqdm"
 requirements=requirements.txt
 case "${1:-}" in
 test)
-    packages+=", pytest, hypothesis, scipy, matplotlib, transformers, safetensors"
+    packages+=", pytest, hypothesis, scipy, matplotlib, transformers, safetensors, tensorboard"
     requirements=tests/requirements.txt ;;
 records/* | report | compare | ab)
     packages+=", scipy, matplotlib"
@@ -48,6 +53,7 @@ if ! reason=$("$python" -c "$check" 2>&1); then
     python=.venv/bin/python
 fi
 
+# In bash 3.2, which macOS has, an empty array counts as unset: hence ${settings[@]+...} below.
 # Start a script of ours in NPROC processes; by default in as many as there are GPUs, or one.
 launch() {
     local processes=${NPROC:-$gpus}
@@ -58,7 +64,9 @@ launch() {
 }
 
 is_the_records() {
-    sha256sum --check --status <<'SUMS'
+    local sums=(sha256sum)
+    command -v sha256sum >/dev/null || sums=(shasum -a 256)  # macOS
+    "${sums[@]}" --check --status <<'SUMS'
 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140  data/torch_sources/train_000001.bin
 aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7  data/torch_sources/val_000000.bin
 SUMS
@@ -77,6 +85,26 @@ pack_torch_sources() {
         }
     }
     echo "data: the record's own (torch 2.13.0)"
+}
+
+say() {
+    echo "run.sh: $*" >&2
+}
+
+# Ask before FineWeb is downloaded, unless it is there or $1 is --yes.
+confirm_download() {
+    local shards=(data/fineweb10B/fineweb_train_*.bin) answer=$1
+    [ ${#shards[@]} -lt 27 ] || return 0
+    if [ -z "$answer" ] && [ -t 0 ]; then
+        read -r -p "Download 5.6 GB of FineWeb into data/fineweb10B? [y/N] " answer || :
+    fi
+    case "$answer" in
+    --yes | [yY]*) ;;
+    *)
+        say "5.6 GB of FineWeb are needed and were not downloaded: pass --yes to download them," \
+            "or --preset=text or --preset=cpu to train without"
+        exit 1 ;;
+    esac
 }
 
 # The whole suite as two processes of about the same time: many tests leave a core idle.
@@ -103,23 +131,37 @@ case "${1:-}" in
 test)
     [ $# -eq 1 ] || exec "$python" -m pytest "${@:2}"
     test_in_halves ;;
-check) launch records/tools/check.py "${settings[@]}" "${@:2}" ;;
+check) launch records/tools/check.py ${settings[@]+"${settings[@]}"} "${@:2}" ;;
 profile)
     [ "$gpus" -gt 0 ] || pack_torch_sources
-    launch records/tools/step_profile.py "${settings[@]}" "${@:2}" ;;
+    launch records/tools/step_profile.py ${settings[@]+"${settings[@]}"} "${@:2}" ;;
 records/*) exec "$python" records/tools/rerun.py "$@" ;;
 pack) exec "$python" data/pack.py "${@:2}" ;;
-sample | evaluate | export | report | compare | ab)
+sample | evaluate | export | report | compare | ab | track)
     exec "$python" "records/tools/$1.py" "${@:2}" ;;
 data) pack_torch_sources ;;
 *)
+    export RUN_COMMAND
+    yes= arguments=()
+    for argument; do
+        if [ "$argument" = --yes ]; then yes=--yes; else arguments+=("$argument"); fi
+    done
+    set -- ${arguments[@]+"${arguments[@]}"}
+    stop="Ctrl-C saves a checkpoint and exits"
     case "$gpus $*" in
-    *" --preset"[=\ ]laptop* | *" --train_files"* | *" --help"* | *" -h"*) ;;  # no data of ours
-    "0 "*) pack_torch_sources ;;
-    *) "$python" data/fineweb.py ;;
+    *" --help"* | *" -h"*) ;;
+    *" --preset"[=\ ]text* | *" --train_files"*) say "training on your own data; $stop" ;;
+    "0 "*)
+        say "training the CPU record, two minutes on two cores${*:+, with $*}; $stop"
+        pack_torch_sources ;;
+    *)
+        say "training GPT-2 124M on FineWeb, on ${NPROC:-$gpus} GPU(s)${*:+, with $*}; $stop"
+        confirm_download "$yes"
+        "$python" data/fineweb.py ;;
     esac
     # given settings, it is the user's run; as it stands, the CPU record ends with a sample
-    [ "$gpus $#" = "0 0" ] || launch "${SCRIPT:-train_gpt2.py}" "${settings[@]}" "$@"
+    [ "$gpus $#" = "0 0" ] ||
+        launch "${SCRIPT:-train_gpt2.py}" ${settings[@]+"${settings[@]}"} "$@"
     trap 'stopped=1; kill "$!" 2>/dev/null || :' TERM HUP USR1
     trap stopped=1 INT  # a terminal sends it to the training, too, which saves and ends
     launch "${SCRIPT:-train_gpt2.py}" "${settings[@]}" &

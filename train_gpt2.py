@@ -18,11 +18,13 @@ import fcntl
 import functools
 import glob
 import hashlib
+import json
 import math
 import os
 import platform
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -78,7 +80,7 @@ class Hyperparameters:
     vocab_size: int = setting(
         50304,
         "model",
-        "GPT-2's 50257 tokens, rounded up to a multiple of 128 for speed",
+        "GPT-2's 50257, rounded up for speed; the manifest of packed data replaces this default",
         high=2**16,
     )
     n_layer: int = setting(12, "model", "transformer blocks", high=1000)
@@ -136,10 +138,13 @@ class Hyperparameters:
         125, "validation", "steps between validations; 0 validates only after the last step", low=0
     )
     val_tokens: int = setting(
-        10485760, "validation", "number of tokens to validate on, from the start of val_files"
+        10485760,
+        "validation",
+        "tokens to validate on, from the start of val_files; 0 takes all, up to 1M",
+        low=0,
     )
     target_val_loss: float = setting(
-        3.28, "validation", "printed next to the result; has no other effect"
+        3.28, "validation", "printed next to the result unless 0; has no other effect"
     )
 
     run_id: str = setting(
@@ -152,6 +157,9 @@ class Hyperparameters:
     keep_checkpoints: int = setting(2, "checkpoints", "number of recent checkpoints to keep")
     resume: str = setting(
         "", "checkpoints", "checkpoint to resume from; auto picks the newest of run_id, if any"
+    )
+    init: str = setting(
+        "", "checkpoints", "model.pt, best.pt or checkpoint whose weights a new run starts from"
     )
 
     device: Literal["auto", "cuda", "cpu"] = setting(
@@ -199,7 +207,7 @@ def check_number(field, value):
 # num_iterations may increase. The data may be in other files, but the tokens must be the same.
 CHANGEABLE_ON_RESUME = (
     "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss",
-    "run_id", "log_dir", "save_every", "keep_checkpoints", "resume",
+    "run_id", "log_dir", "save_every", "keep_checkpoints", "resume", "init",
     "device", "device_batch_size", "compile", "comm_timeout",
 )  # fmt: skip
 
@@ -225,17 +233,17 @@ PRESETS = {
             val_loss_every=55, val_tokens=420864, target_val_loss=1.32,
         ),
     ),
-    "laptop": (
-        "for your own text, packed into data/mine; 6 minutes on 2 cores",
+    "text": (
+        "for your own text, which `bash run.sh pack` writes to data/mine",
         dict(
             train_files="data/mine/train_*.bin",
             val_files="data/mine/val_*.bin",
             allow_repeat=True,
-            n_layer=4, n_head=1, n_embd=128,
+            vocab_size=257, n_layer=4, n_head=1, n_embd=128,
             batch_size=16, sequence_length=256,
             num_iterations=600, warmdown_iters=300,
             learning_rate=0.006, muon_learning_rate=0.0007,
-            val_loss_every=100, val_tokens=8192, target_val_loss=5.2,
+            val_loss_every=100, val_tokens=0, target_val_loss=0.0,
         ),
     ),
 }  # fmt: skip
@@ -279,9 +287,26 @@ def parse_args(argv):
     # The first pass only finds the preset, whose values become the defaults of the second pass.
     preset = parser.parse_known_args(argv)[0].preset
     parser.set_defaults(**PRESETS[preset][1])
+    # The data may replace defaults, too. What the command line says always counts.
+    args = parser.parse_args(argv)
+    parser.set_defaults(vocab_size=vocab_size_of(args.train_files, args.vocab_size))
+    if args.val_files != parser.get_default("val_files"):
+        parser.set_defaults(target_val_loss=0.0)  # the target of other data
     values = vars(parser.parse_args(argv))
     del values["preset"]
     return Hyperparameters(**values)
+
+
+def vocab_size_of(train_files, default):
+    """Return the vocabulary size of shards that data/pack.py wrote, or the default for others."""
+    path = Path(train_files).parent / "manifest.json"
+    if not path.is_file():
+        return default
+    try:
+        size = int(json.loads(path.read_text(encoding="utf-8")).get("vocab_size", default))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{path} is damaged: pack the data again, or move it away") from None
+    return size if size < 1024 else (size + 127) // 128 * 128  # rounded up for speed
 
 
 def help_of(field):
@@ -1062,6 +1087,7 @@ class Log:
         self.seconds = Counter()  # spent in each phase
         self.checkpoints = []  # file names of this run's checkpoints that still exist
         self.val_hash = ""  # hash of the validation tokens
+        self.best_loss = None  # validation loss of the weights in best.pt, if there are any
         self.result = ""  # the last line of a finished log
         self.file = None
         self.live = False  # whether a progress bar replaces the per-step lines
@@ -1094,7 +1120,7 @@ class Log:
             if args.resume != "auto" or args.num_iterations > finished_steps:
                 raise UserError(
                     f"{self.path} already finished after {finished_steps} steps: to go on, pass "
-                    f"--resume=CHECKPOINT with another --run_id"
+                    f"--resume=CHECKPOINT with another --run_id, or --init={self.folder}/model.pt"
                 )
         elif not trained and self.path.is_file():
             self.file.truncate(0)
@@ -1164,19 +1190,15 @@ class Log:
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         memory = peak_memory(train_loader.device)
         self(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
-        weights = dict(
-            hyperparameters=vars(args),
-            dtype=str(gpt.dtype),
-            val_loss=val_loss,
-            val_hash=self.val_hash,
-            model=gpt.state_dict(),
-        )
-        check_finite(weights, "the final weights")
         path = self.folder / "model.pt"
-        if self.file is not None and not write_checkpoint(weights, path, self):
+        if not save_weights(gpt, val_loss, path, self, args):
             raise UserError(f"{path} was not written, so the final weights are lost: free space")
         self(f"weights: {path}; `bash run.sh sample` generates text from them")
-        self(f"result val_loss:{val_loss:.4f} target:{args.target_val_loss}")
+        path = self.folder / "best.pt"
+        if self.best_loss is not None and self.best_loss < val_loss and path.exists():
+            self(f"weights of the best validation, val_loss:{self.best_loss:.4f}: {path}")
+        target = f" target:{args.target_val_loss}" if args.target_val_loss else ""
+        self(f"result val_loss:{val_loss:.4f}{target}")
 
 
 def commit_of(folder):
@@ -1242,6 +1264,19 @@ def write_checkpoint(state, path, log):
         return False
 
 
+def save_weights(gpt, val_loss, path, log, args):
+    """Write the weights alone, on rank 0; return False if that fails. UserError: not finite."""
+    weights = dict(
+        hyperparameters=vars(args),
+        dtype=str(gpt.dtype),
+        val_loss=val_loss,
+        val_hash=log.val_hash,
+        model=gpt.state_dict(),
+    )
+    check_finite(weights, f"the weights for {path}")
+    return log.file is None or write_checkpoint(weights, path, log)
+
+
 def save_checkpoint(gpt, optimizers, train_loader, log, args):
     """Collective: save what a run needs to resume, and delete old checkpoints.
 
@@ -1262,6 +1297,7 @@ def save_checkpoint(gpt, optimizers, train_loader, log, args):
         dtype=str(gpt.dtype),
         val_hash=log.val_hash,
         train_seconds=log.seconds["train"],
+        best_loss=log.best_loss,
         files=kept,
         model=gpt.state_dict(),
         optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
@@ -1297,12 +1333,13 @@ def find_checkpoint(args, log):
             raise UserError(f"{log.folder} holds checkpoints: pass --resume, or another --run_id")
         paths = [Path(args.resume)] if args.resume else []
     for path in reversed(paths):
-        # If a file ends with the crc32 of the bytes before it, its own crc32 is this constant.
-        if not path.is_file() or crc32_of_file(path) != 0x2144DF1C:
+        if not is_complete(path):
             log(f"{path} is not a complete checkpoint")
             continue
         with reporting_bad_checkpoint(path):
             state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
+            if "optimizers" not in state:
+                raise UserError(f"{path} holds only weights: start a new run with --init={path}")
             check_state(state, path, args, log)
         return path, state
     if paths:
@@ -1310,6 +1347,12 @@ def find_checkpoint(args, log):
     if (log.folder / "model.pt").exists():
         raise UserError(f"{log.folder} holds the weights of a finished run: pass another --run_id")
     return None
+
+
+def is_complete(path):
+    """Return whether a file that write_checkpoint wrote is there and undamaged."""
+    # If a file ends with the crc32 of the bytes before it, its own crc32 is this constant.
+    return path.is_file() and crc32_of_file(path) == 0x2144DF1C
 
 
 @contextlib.contextmanager
@@ -1351,10 +1394,31 @@ def load_run_state(path, state, gpt, optimizers, train_loader, log):
             load_optimizer(optimizer, saved)
         train_loader.load_state_dict(state["train_loader"])
         log.seconds["train"] = float(state["train_seconds"])
+        log.best_loss = state.get("best_loss")
         # A run deletes only checkpoints that it wrote, listed in "files". A foreign checkpoint may
         # list any name, so names that are not checkpoints in this folder are ignored.
         existing = {checkpoint.name for checkpoint in checkpoints_in(log.folder)}
         log.checkpoints = [name for name in state["files"] if name in existing]
+
+
+def load_init(args, gpt):
+    """Load the weights in args.init. Raises UserError unless they fit the settings of the model."""
+    path = Path(args.init)
+    if not is_complete(path):
+        raise UserError(f"--init={path} is not a complete file of weights, such as model.pt")
+    with reporting_bad_checkpoint(path):
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        fixes = []
+        for field in dataclasses.fields(args):
+            saved = state["hyperparameters"].get(field.name, field.default)
+            of_model = field.metadata.get("group") == "model"
+            of_model &= field.name not in ("seed", "dtype")
+            if of_model and saved != getattr(args, field.name):
+                fixes.append(f"--{field.name}={saved}")
+        if fixes:
+            raise UserError(f"--init={path} holds another model: pass {' '.join(fixes)}")
+        check_finite(state["model"], str(path))
+        gpt.load_state_dict(state["model"])
 
 
 def load_optimizer(optimizer, saved):
@@ -1395,6 +1459,8 @@ def resume(args, gpt, optimizers, train_loader, log):
     step = None if state is None else state["step"]
     check_ranks_agree({"the step of the checkpoint": step}, "put log_dir on a shared filesystem")
     if state is None:
+        if args.init:
+            on_all_ranks(load_init, args, gpt)
         return 0
     on_all_ranks(load_run_state, path, state, gpt, optimizers, train_loader, log)
     if state.get("dtype") != str(gpt.dtype):
@@ -1488,6 +1554,7 @@ def configure_backend(args, device):
     # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
     # would not be bit-reproducible.
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a fill of every new tensor
 
 
 def all_gather_objects(value):
@@ -1577,13 +1644,14 @@ def open_data(args, rank, world_size, device):
     if max_steps < (1 if args.allow_repeat else args.num_iterations):
         raise UserError(
             f"{args.train_files!r} has enough tokens for {max_steps} steps: add data, lower "
-            f"--num_iterations or --batch_size (see --preset=laptop), or pass --allow_repeat=True"
+            f"--num_iterations or --batch_size (see --preset=text), or pass --allow_repeat=True"
         )
     micro_batch = micro_batch_size(args.batch_size // world_size, args.device_batch_size)
     val_loader = DistributedDataLoader(args.val_files, micro_batch * world_size, *shared)
     T = args.sequence_length
     max_val_tokens = (val_loader.total_tokens - 1) // T * T
-    if args.val_tokens % T or args.val_tokens > max_val_tokens:
+    val_tokens = val_tokens_of(args, val_loader)
+    if val_tokens % T or not 0 < val_tokens <= max_val_tokens:
         raise UserError(
             f"val_tokens={args.val_tokens} must be a multiple of {T} up to {max_val_tokens}, the "
             f"number of usable tokens in {args.val_files!r}"
@@ -1593,6 +1661,17 @@ def open_data(args, rank, world_size, device):
             "train_files and val_files both match the same shard: they must not overlap"
         )
     return train_loader, val_loader
+
+
+def epochs(args, train_loader):
+    """Return how many times the whole run reads the training tokens."""
+    return args.num_iterations * train_loader.tokens_per_step / train_loader.total_tokens
+
+
+def val_tokens_of(args, val_loader):
+    """Return val_tokens; if it is 0, the number of usable tokens in val_files, up to 2**20."""
+    usable = min(val_loader.total_tokens - 1, 2**20)
+    return args.val_tokens or usable // val_loader.T * val_loader.T
 
 
 def warm_up(gpt, args, val_loader):
@@ -1623,7 +1702,13 @@ def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
         checksum = sum(sums).item()  # of the weights' bits, modulo 2**32
         check_ranks_agree({"the checksum of their weights": checksum}, "resume from a checkpoint")
         data_hash = train_loader.data_hash()
-    log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash}")
+    lr = args.learning_rate * lr_multiplier(step, args)  # Muon's decays in proportion
+    log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash} lr:{lr:.3g}")
+    # A run that repeats its text may overfit, so it also keeps its best weights.
+    if args.val_loss_every and epochs(args, train_loader) > 1:
+        is_best = log.best_loss is None or loss < log.best_loss
+        if is_best and save_weights(gpt, loss, log.folder / "best.pt", log, args):
+            log.best_loss = loss
     return loss
 
 
@@ -1685,6 +1770,17 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
     return val_loss
 
 
+def resume_command(run_id, world_size):
+    """Return the command that continues a run. run.sh says in RUN_COMMAND how it was called."""
+    processes = f"torchrun --standalone --nproc_per_node={world_size}"
+    launcher = "python" if world_size == 1 else processes
+    command = os.environ.get("RUN_COMMAND", f"{launcher} {shlex.join(sys.argv)}")
+    for argument in f"--run_id={run_id}", "--resume=auto":
+        if argument not in command.split():
+            command += f" {argument}"
+    return command
+
+
 def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
     """Collective: save a checkpoint after the last complete step and report why the run stops.
 
@@ -1694,6 +1790,8 @@ def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
     if not save_checkpoint(gpt, optimizers, train_loader, log, args):
         last = log.checkpoints[-1] if log.checkpoints else "step 0"
         raise UserError(f"stopped after step {step} without saving: progress since {last} is lost")
+    command = resume_command(log.folder.name, train_loader.world_size)
+    log(f"saved {log.folder}/state_step{step:010d}.pt; to continue: {command}")
     if failure:
         raise UserError(f"stopped after step {step} (checkpoint saved): {failure}")
     log(f"stopped by a signal after step {step}")
@@ -1705,8 +1803,14 @@ def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
     log.header(args, gpt, optimizers, train_loader, val_loader)
     if args.resume:
         log(f"resume={args.resume}: continuing after step {first_step}")
+    if epochs(args, train_loader) > 10:
+        times = f"{epochs(args, train_loader):.0f} times"
+        log(f"reading the training text {times}: expect overfitting; add text or train less")
     log("compiling (up to a minute)")
-    log("a high first loss is expected: before training, the tied head predicts the input token")
+    if args.init:
+        log(f"the weights of {args.init} are the start of this run")
+    else:
+        log("a high first loss is expected: an untrained tied head predicts the input token")
     with log.timed("compile"):
         seconds_per_micro_batch = warm_up(gpt, args, val_loader)
     micro_batches = train_loader.tokens_per_step / val_loader.tokens_per_step
@@ -1740,6 +1844,7 @@ def main(args, stop=None):
     check_ranks_agree(facts, "start all ranks with the same settings, source and versions")
     on_all_ranks(check_memory, args)
     train_loader, val_loader = on_all_ranks(open_data, args, rank, world_size, device)
+    args = dataclasses.replace(args, val_tokens=val_tokens_of(args, val_loader))
     val_tokens = val_loader.read(0, args.val_tokens + 1)
     val_hash = hashlib.sha256(val_tokens).hexdigest()[:16]
     check_ranks_agree({"val_hash": val_hash}, "give all machines the same val_files")

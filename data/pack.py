@@ -1,6 +1,6 @@
 """Tokenize text into the shards that train_gpt2.py reads, on all cores.
 
-    python data/pack.py INPUT... --out DIR [--encoding gpt2] [--val_tokens N | --val_fraction F]
+    python data/pack.py INPUT... --out DIR [--encoding bytes] [--val_tokens N | --val_fraction F]
 
 An INPUT is a file, a folder, or - for standard input. A .jsonl file holds one document per line, a
 .parquet file one per row (it needs pyarrow), both in the field --text_field. Any other file is one
@@ -12,7 +12,9 @@ Documents keep the order of the inputs; the files of a folder are sorted by rela
 is held out for validation if the hash of its name is below a threshold. The name is a file's
 relative path, or the text of a line or row, so added documents do not move others between the
 splits. With --val_tokens the threshold is the lowest at which the validation split has more than N
-tokens. It never falls when documents are added and packed into the same DIR.
+tokens. It never falls when documents are added and packed into the same DIR. Of a single text, and
+of up to ten documents, the end is held out instead: a fraction F of all tokens, or N + 1 tokens. So
+it is where the threshold would leave a split empty.
 
 The output is DIR/train_000001.bin..., DIR/val_000000.bin..., DIR/skipped.txt and, last,
 DIR/manifest.json. It does not depend on the number of workers. `python data/shards.py DIR` verifies
@@ -51,6 +53,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from shards import file_sha256, lock, read_manifest, write_shard
 
+FEW = 10  # documents, too few to hold out whole ones
 CHUNK = 2**20  # bytes of text per task of a worker, and per piece of a long document
 # A long document may be cut before a whitespace that follows another character. No encoding of at
 # most 65536 ids has a token across that place, so the pieces have the same tokens as the whole.
@@ -61,6 +64,8 @@ CUT = re.compile(r"\S(?=[ \t\n\r])")
 # `first` is false for all but the first piece of a document.
 Block = collections.namedtuple("Block", "name line form content first")
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # any other: text
+# The tokens at positions first to last - 1 of the documents in this order.
+Part = collections.namedtuple("Part", "order first last")
 PIECE = np.dtype(
     [  # a row of a .rows file: a document, or a piece of one
         ("tokens", "u4"),
@@ -74,9 +79,17 @@ PIECE = np.dtype(
 
 
 class BytesEncoding:
-    """The 256 bytes and an end-of-text token: an encoding that needs no download."""
+    """The 256 bytes and an end-of-text token, with the methods of tiktoken's that are used."""
 
     name, n_vocab, eot_token = "bytes", 257, 256
+
+    @staticmethod
+    def encode_ordinary(text):
+        return list(text.encode())
+
+    @staticmethod
+    def decode_single_token_bytes(token):
+        return bytes([token])
 
     @staticmethod
     def encode_to_numpy(text, disallowed_special=()):
@@ -477,18 +490,45 @@ def cut_at(size, arrays):
             done += len(part)
 
 
-def write_split(folder, split, number, documents, order, shard_tokens):
-    """Write the documents as shards, numbered from `number`; return their entry in the manifest."""
-    total, sums = int(documents.tokens[order].sum()), {}
-    arrays = cut_at(shard_tokens, documents.read(order))
+def between(first, last, arrays):
+    """Yield the parts of the arrays, laid end to end, that lie at positions first to last - 1."""
+    position = 0
+    for array in arrays:
+        yield array[max(0, first - position) : max(0, last - position)]
+        position += len(array)
+
+
+def text_bytes(arrays, encoding):
+    """Return how many bytes of text the tokens in these arrays stand for."""
+    counts = sum(np.bincount(array, minlength=encoding.n_vocab) for array in arrays)
+    tokens = [token for token in np.flatnonzero(counts).tolist() if token != encoding.eot_token]
+    return sum(
+        int(counts[token]) * len(encoding.decode_single_token_bytes(token)) for token in tokens
+    )
+
+
+def write_split(folder, split, number, documents, part, encoding, shard_tokens):
+    """Write a Part of the documents as shards; return its entry in the manifest.
+
+    number: of the first shard.
+    """
+    order, first, last = part
+    total, sums = last - first, {}
+    arrays = cut_at(shard_tokens, between(first, last, documents.read(order)))
     for shard, group in itertools.groupby(arrays, key=lambda pair: pair[0]):
         name = f"{split}_{number + shard:06d}.bin"
         count = min(shard_tokens, total - shard * shard_tokens)
         sums[name] = write_shard(folder / name, count, (array for _, array in group))
+    ends = np.cumsum(documents.tokens[order])
+    whole = total == documents.tokens[order].sum()
+    size = documents.bytes[order].sum()
+    if not whole:
+        size = text_bytes(between(first, last, documents.read(order)), encoding)
+    begun = (ends > first) & (ends - documents.tokens[order] < last)  # at least in part
     return {
-        "documents": len(order),
+        "documents": int(begun.sum()),
         "tokens": total,
-        "bytes": int(documents.bytes[order].sum()),
+        "bytes": int(size),
         "sha256": sums,
     }
 
@@ -584,7 +624,10 @@ def working_folder(out):
 
 
 def choose(documents, args, earlier):
-    """Return (indices of the training documents, of the validation documents, threshold)."""
+    """Return (the training Part, the validation Part, threshold).
+
+    The threshold is 0 if the end of the text is held out instead of whole documents.
+    """
     same = args.val_tokens and earlier.get("val_tokens") == args.val_tokens
     bar = validation_bar(
         documents, args.val_tokens, args.val_fraction, earlier["val_below"] if same else 0
@@ -594,12 +637,21 @@ def choose(documents, args, earlier):
         order = np.random.RandomState(args.shuffle_seed).permutation(order)
     order = order[documents.kept[order]]
     held_out = documents.key[order] < bar
-    if held_out.all():
+    if len(order) > FEW and held_out.any() and not held_out.all():
+        orders = order[~held_out], order[held_out]
+        return *(Part(part, 0, int(documents.tokens[part].sum())) for part in orders), bar
+    total = int(documents.tokens[order].sum())
+    if args.val_tokens is None:
+        text = total - len(order)  # without the end-of-text tokens
+        held = text - int(text * (1 - args.val_fraction))
+    else:
+        held = args.val_tokens + 1
+    if held >= total - len(order):
         raise ValueError(
             "all documents are held out and none is left for training: give more documents, or "
             "lower --val_tokens or --val_fraction"
         )
-    return order[~held_out], order[held_out], bar
+    return Part(order, 0, total - held), Part(order, total - held, total), 0
 
 
 def pack(args):
@@ -622,9 +674,10 @@ def pack(args):
             raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs")
         dropped = documents.drop_duplicates() if args.drop_duplicates else 0
         train, val, bar = choose(documents, args, earlier)
+        shared = encoding, args.shard_tokens
         splits = {
-            "train": write_split(waiting, "train", 1, documents, train, args.shard_tokens),
-            "val": write_split(waiting, "val", 0, documents, val, args.shard_tokens),
+            "train": write_split(waiting, "train", 1, documents, train, *shared),
+            "val": write_split(waiting, "val", 0, documents, val, *shared),
         }
         sums = [split["sha256"] for split in splits.values()]
         reasons = collections.Counter(re.sub(r" \(.*", "", reason) for *_, reason in bad)
@@ -655,16 +708,20 @@ def parse_args():
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="file, folder, or - for standard input")
     add("--out", required=True, type=Path, help="folder for the shards")
-    add("--encoding", default="gpt2", help="bytes, gpt2, or another encoding of tiktoken")
+    add(
+        "--encoding",
+        default="bytes",
+        help="bytes, which needs no download, or gpt2 or another encoding of tiktoken",
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--val_tokens", type=int, help="minimum size of the validation split in tokens"
     )
     size.add_argument(
         "--val_fraction",
-        default=0.01,
+        default=0.1,
         type=float,
-        help="fraction of the documents to hold out (0.01)",
+        help="fraction to hold out: of the documents, or of a single text (0.1)",
     )
     add(
         "--format",
@@ -731,11 +788,8 @@ def main():
         )
     for reason, count in manifest["skipped"].items():
         print(f"skipped: {count:,} x {reason}; each is named in {args.out / 'skipped.txt'}")
-    if not manifest["val"]["documents"] and args.val_fraction:
-        print(
-            "note: no document is held out for validation. Raise --val_fraction, or cut a single "
-            "long text into documents: mkdir parts; split -C 20k TEXT parts/"
-        )
+    if not manifest["val_below"] and manifest["val"]["tokens"]:
+        print(f"held out: the end of the text, {manifest['val']['tokens']:,} tokens")
     warn_of_equal_shards({**manifest["train"]["sha256"], **manifest["val"]["sha256"]})
     print(f"data_hash:{manifest['data_hash']}")
 

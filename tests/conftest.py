@@ -45,6 +45,7 @@ def pytorchs_own_settings():
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     with functorch_config.patch(activation_memory_budget=1.0):
         yield
 
@@ -260,7 +261,7 @@ def finish(run):
 def validations(text):
     """Return [(step, loss, data hash)] of the validation lines in a log."""
     line = r"^step:(\d+)/\d+ val_loss:(\d+\.\d{4}) train_time:\d+ms step_avg:\d+\.\d\dms "
-    rows = re.findall(line + r"data_hash:([0-9a-f]{12})$", text, re.M)
+    rows = re.findall(line + r"data_hash:([0-9a-f]{12}) lr:[\d.e-]+$", text, re.M)
     assert len(rows) == len(re.findall(r"^step:.* val_loss:", text, re.M)), text
     return [(int(step), float(loss), data_hash) for step, loss, data_hash in rows]
 

@@ -1,5 +1,6 @@
 """The check before a run: what it finds well, what it lists to fix, and what its table says."""
 
+import dataclasses
 import http.server
 import json
 import os
@@ -35,6 +36,7 @@ NAMES = [
     "attention",
     "memory",
     "disk",
+    "time",
 ]
 
 
@@ -140,6 +142,29 @@ def test_an_error_of_another_kind_is_named_in_one_line(capsys):
     assert checks("part", lambda: {}["gone"]) is None
     assert checks.faults == ["part: KeyError: 'gone'"]
     assert capsys.readouterr().out == "part: FAILED, KeyError: 'gone'\n"
+
+
+def test_the_time_of_a_plan_is_predicted_from_three_steps(tiny, monkeypatch):
+    clock = iter(range(10**6))  # each look at the clock takes a second
+    monkeypatch.setattr(check.time, "perf_counter", lambda: next(clock))
+    args = Hyperparameters(**{**tiny, "num_iterations": 600, "val_loss_every": 100})
+    loaders = train_gpt2.open_data(dataclasses.replace(args, num_iterations=6), 0, 1, CPU)
+    text, _ = check.check_time(args, loaders, 0, 1, CPU, torch.float32)
+    # training: 600 s; 304 tokens are 9.5 micro-batches of 32, each 1 s, validated 7 times
+    assert re.fullmatch(
+        r"about 0:11:1\d in all: training 0:10:00 \(600 steps of 1000.0 ms\), 7 validations "
+        r"0:01:06, compiling 0:00:0\d",
+        text,
+    )
+    monkeypatch.setattr(check, "timed", lambda *arguments: (10, None))
+    text, _ = check.check_time(args, loaders, 0, 1, CPU, torch.float32)
+    assert text.startswith("about 20:00:00 of training, if a step takes 120 s")
+
+
+def test_without_proc_all_memory_counts_as_free(tmp_path):
+    """As on macOS."""
+    free = check.free_memory(CPU, tmp_path / "meminfo")
+    assert free > check.free_memory(CPU) > 0
 
 
 # ---- Shards -------------------------------------------------------------------------------------

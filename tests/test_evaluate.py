@@ -336,7 +336,7 @@ def test_scores_of_endings_token_by_token(wide, monkeypatch, logits):
     """One ending at a time, or together and filled up."""
     monkeypatch.setattr(evaluate, "PASS_LOGITS", logits)
     items = [evaluate.Item(row["ctx"], row["endings"], row["label"]) for row in ITEMS]
-    rows = evaluate.rows_of(items, weights.Bytes, 257)
+    rows = evaluate.rows_of(items, weights.pack.BytesEncoding, 257)
     expected = [score for item in ITEMS for score in by_hand(wide[1], item)[0]]
     assert evaluate.log_probabilities(wide[1], rows, 80).tolist() == pytest.approx(
         expected, rel=1e-5
@@ -366,7 +366,7 @@ def test_accuracies_by_hand(wide, tmp_path, capsys):
 def test_a_long_item_is_scored_in_windows(gpt):
     """Longer than sequence_length: each token of the ending once, after half a window or more."""
     item = evaluate.Item("x" * 30, ["y" * 25, "z"], 0)
-    rows = evaluate.rows_of([item], weights.Bytes, 257)
+    rows = evaluate.rows_of([item], weights.pack.BytesEncoding, 257)
     expected = []
     for row, start in rows:
         total = 0.0

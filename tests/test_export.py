@@ -600,7 +600,9 @@ def test_fault_14_the_card_of_a_run_with_hostile_names_is_text(logs, tmp_path):
     log = re.sub(r"^device:.* (?=processes:)", "device:<script>`x` ", log, flags=re.M)
     log = re.sub(r"^torch:.*", "torch:<i> commit:<script>", log, flags=re.M)
     path.with_name("w.txt").parent.with_suffix(".txt").write_text(log)
-    card = export.card_of("me/<b>", state, export.log_of(path, state), weights.Bytes, 1)
+    card = export.card_of(
+        "me/<b>", state, export.log_of(path, state), weights.pack.BytesEncoding, 1
+    )
     text = re.sub(r"```.*?\n```\n", "", card, flags=re.S)
     assert "alert(1)" in text and not re.search(r"<[a-z/]", text.replace("`<|endoftext|>`", ""))
     assert "<script" not in card and "\n# b" not in card

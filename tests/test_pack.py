@@ -175,6 +175,60 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch
     assert tokens == encoding.encode_ordinary(text)
 
 
+SHAKESPEARE = SHARED_DATA / "shakespeare" / "input.txt.xz"
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the text is not beside this clone")
+def test_tiny_shakespeare_is_split_as_nanogpt_splits_it(tmp_path):
+    """Without any option: nanoGPT trains on the first int(0.9 * n) characters."""
+    text = lzma.open(SHAKESPEARE).read()
+    (tmp_path / "input.txt").write_bytes(text)
+    done = run_pack(tmp_path / "input.txt", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "held out: the end of the text, 111,540 tokens\n" in done.stdout
+    cut = int(0.9 * len(text))
+    assert shard_tokens(tmp_path / "out", "train").tolist() == [256, *text[:cut]]
+    assert shard_tokens(tmp_path / "out", "val").tolist() == list(text[cut:])
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["vocab_size"] == 257
+    sizes = [[manifest[split][name] for name in ("documents", "tokens", "bytes")]
+             for split in ("train", "val")]  # fmt: skip
+    assert sizes == [[1, cut + 1, cut], [1, len(text) - cut, len(text) - cut]]
+
+
+@pytest.mark.parametrize(
+    "texts, size",
+    [(1, ("--val_tokens", 99)), (1, ("--val_fraction", 0.25)), (2, ("--val_fraction", 0.1))],
+)
+def test_the_end_of_few_documents_is_held_out(texts, size, tmp_path):
+    """By tokens, for any size of shards, although the hash of 1.txt would hold it out."""
+    for i in range(texts):
+        (tmp_path / f"{i}.txt").write_text(f"{i} is a text, " * 20_000)
+    names = [tmp_path / f"{i}.txt" for i in range(texts)]
+    manifest = packed(tmp_path / "out", *names, *size, "--shard_tokens", 70_001)
+    train, val = (shard_tokens(tmp_path / "out", split) for split in ("train", "val"))
+    stream = [token for i in range(texts) for token in [256, *f"{i} is a text, ".encode() * 20_000]]
+    assert [*train, *val] == stream
+    assert len(val) == (100 if size[0] == "--val_tokens" else size[1] * 260_000 * texts)
+    assert int(hashlib.sha256(b"1.txt").hexdigest()[:8], 16) < 0.1 * 2**32
+    for split, tokens in ("train", train), ("val", val):
+        assert manifest[split]["tokens"] == len(tokens)
+        assert manifest[split]["bytes"] == np.count_nonzero(tokens != 256)
+    assert manifest["val_below"] == 0
+    verify(tmp_path / "out")
+
+
+@needs_books
+def test_the_bytes_of_a_cut_text_are_those_of_its_tokens(tmp_path):
+    text = "naïve € 😀 <|endoftext|> words " * 300
+    (tmp_path / "a.txt").write_text(text)
+    done = run_pack(tmp_path / "a.txt", "--out", tmp_path / "out", "--encoding", "gpt2")
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    sizes = [manifest[split]["bytes"] for split in ("train", "val")]
+    assert sum(sizes) == len(text.encode()) and sizes[1] == pytest.approx(sum(sizes) / 10, rel=0.02)
+
+
 def test_every_format_gives_the_same_documents(tmp_path):
     lines = write_lines(tmp_path / "a.jsonl", TEXTS)
     content, folder = lines.read_bytes(), tmp_path / "in"

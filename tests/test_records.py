@@ -1442,8 +1442,12 @@ def test_a_picture_of_groups(tmp_path, saved):
     assert [text.get_text() for text in curves.get_legend().get_texts()] == [
         "a (n=3)",
         "b (n=2)",
+        "validation",
+        "training",
         "target 1.5",
     ]
+    styles = [line.get_linestyle() for line in curves.lines if line.get_color()[0] == "#"]
+    assert {":": styles.count(":"), "-": styles.count("-")} == {":": 5 + 2, "-": 5 + 2 + 2}
     assert ends.get_xlabel() == "" and [tick.get_text() for tick in ends.get_xticklabels()] == [
         "a",
         "b",
@@ -1453,14 +1457,55 @@ def test_a_picture_of_groups(tmp_path, saved):
     assert saved[0].get_suptitle() == report.finding(report.collect([str(tmp_path)]))
 
 
-@pytest.mark.parametrize("target, said", [(1.0, "target 1: below"), (9.0, "target 9: above")])
-def test_a_far_target_does_not_squeeze_the_curves(target, said, tmp_path, saved):
+@pytest.mark.parametrize("target", [1.0, 9.0])
+def test_a_far_target_does_not_squeeze_the_curves_and_is_not_drawn(target, tmp_path, saved):
     logs = write_group(tmp_path, "a", [2.9, 2.95], target_val_loss=target, every=5)
     assert report.main([*logs, "--picture=p.png"]) == 0
     curves = saved[0].axes[0]
     low, high = curves.get_ylim()
     assert not low < target < high
-    assert said in [text.get_text() for text in curves.get_legend().get_texts()]
+    for axes in saved[0].axes:
+        assert [target, target] not in [list(line.get_ydata()) for line in axes.lines]
+    texts = [text.get_text() for text in curves.get_legend().get_texts()]
+    assert texts == ["a (n=2)", "validation", "training"]
+
+
+def test_a_single_run_has_its_time_above_and_no_panel_of_one_dot(tmp_path, saved):
+    report.main([str(write_log(tmp_path / "a.txt")), "--picture=p.png"])
+    report.main([str(write_log(tmp_path / "b.txt")), str(tmp_path / "a.txt"), "--picture=p.png"])
+    [curves] = saved[0].axes
+    [above] = curves.child_axes
+    assert above.get_xlabel() == "training time, s"
+    saved[0].draw_without_rendering()
+    run = runlog.read(tmp_path / "a.txt")
+    scale = np.divide(above.get_xlim(), curves.get_xlim(), where=[False, True], out=np.zeros(2))
+    assert scale[1] == pytest.approx(run.train_ms / 1000 / run.tokens)
+    assert not saved[1].axes[0].child_axes  # times of two runs do not compare
+
+
+def test_losses_that_coincide_are_shown_as_differences(tmp_path, saved):
+    for name, loss in {"base": 1.5, "near": 1.501, "far": 2.0}.items():
+        write_log(tmp_path / f"{name}.txt", loss, every=10)
+    logs = [str(tmp_path / f"{name}.txt") for name in ("base", "near", "far")]
+    report.main([*logs, "--picture=p.png"])
+    _, panel = saved[0].axes
+    assert panel.get_ylabel() == "validation loss - that of base"
+    lines = [line for line in panel.lines if line.get_marker() in "os^"]
+    assert [line.get_ydata()[-1] for line in lines] == [pytest.approx(0.001), pytest.approx(0.5)]
+    report.main([logs[0], logs[2], "--picture=p.png"])
+    assert len(saved[1].axes) == 1
+
+
+@pytest.mark.parametrize("names", [["a", "b", "a name of twenty letters"], ["A" * 18, "b"], "abc"])
+def test_names_of_the_results_do_not_overlap(names, tmp_path, saved):
+    for i, name in enumerate(names):
+        write_group(tmp_path, name, [1.2 + i, 1.3 + i])
+    report.main([str(tmp_path), "--picture=p.png"])
+    saved[0].draw_without_rendering()
+    ticks = saved[0].axes[-1].get_xticklabels()
+    assert len(ticks) == len(names)
+    if ticks[0].get_rotation() == 0:
+        assert not overlapping([tick.get_window_extent() for tick in ticks])
 
 
 @both_formats
@@ -1515,7 +1560,8 @@ def test_a_group_with_a_running_log_has_no_mean_in_its_picture(tmp_path, saved, 
 def test_only_rounds_in_turn_are_drawn_against_time(tmp_path, saved):
     def labels(*logs):
         report.main([*map(str, logs), "--picture=p.png"])
-        return [axes.get_xlabel() for axes in saved[-1].axes if axes.get_xlabel()]
+        of_losses = [axes for axes in saved[-1].axes if axes.get_ylabel() == "loss, nats a token"]
+        return [axes.get_xlabel() for axes in of_losses]
 
     in_turn = ["tokens read", "train time, s (rounds in turn)"]
     write_rounds(tmp_path / "ab")

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def test_presets_are_settings_that_others_override(capsys):
         assert parse_args([f"--preset={name}"]) == Hyperparameters(**overrides)
         assert parse_args(["--n_layer=3", f"--preset={name}"]).n_layer == 3
         assert parse_args([f"--preset={name}", "--n_layer=3"]).n_layer == 3
-    assert parse_args(["--preset=laptop", "--preset=cpu"]) == parse_args(["--preset", "cpu"])
+    assert parse_args(["--preset=text", "--preset=cpu"]) == parse_args(["--preset", "cpu"])
     with pytest.raises(UserError, match="--preset: invalid choice: 'gpu'"):
         parse_args(["--preset=gpu"])
     with pytest.raises(SystemExit):
@@ -93,6 +94,94 @@ def test_presets_are_settings_that_others_override(capsys):
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     for name, (text, _) in PRESETS.items():
         assert f"{name} {text}" in shown
+
+
+@pytest.mark.parametrize(
+    "manifest, given, expected",
+    [
+        ('{"vocab_size": 257}', [], 257),
+        ('{"vocab_size": 50257}', [], 50304),
+        ('{"vocab_size": 50257}', ["--preset=text"], 50304),
+        ('{"vocab_size": 257}', ["--vocab_size=300"], 300),
+        ("{}", ["--preset=text"], 257),
+        (None, [], 50304),
+    ],
+)
+def test_the_vocabulary_is_that_of_packed_data(manifest, given, expected, tmp_path):
+    if manifest:
+        (tmp_path / "manifest.json").write_text(manifest)
+    assert parse_args([*given, f"--train_files={tmp_path}/train_*.bin"]).vocab_size == expected
+
+
+@pytest.mark.parametrize("manifest", ["[]", "no json", '{"vocab_size": "x"}', '{"vocab_size": []}'])
+def test_a_damaged_manifest_is_one_sentence(manifest, tmp_path):
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged: pack the data again"):
+        parse_args([f"--train_files={tmp_path}/train_*.bin"])
+
+
+def test_a_target_is_that_of_the_presets_own_data(tiny, capsys):
+    for preset in "record7", "cpu":
+        own = PRESETS[preset][1].get("target_val_loss", 3.28)
+        assert parse_args([f"--preset={preset}"]).target_val_loss == own
+        other = [f"--preset={preset}", "--val_files=other/*.bin"]
+        assert parse_args(other).target_val_loss == 0
+        assert parse_args([*other, "--target_val_loss=2"]).target_val_loss == 2
+    assert parse_args(["--preset=text"]).target_val_loss == 0
+    loss = main(Hyperparameters(**{**tiny, "target_val_loss": 0.0}))
+    assert capsys.readouterr().out.endswith(f"\nresult val_loss:{loss:.4f}\n")
+
+
+def test_val_tokens_0_validates_on_all_of_val_files_up_to_1m(tiny, tmp_path):
+    losses = []
+    for run_id, val_tokens in ("all", 0), ("named", 384):  # of 400, in sequences of 16
+        fields = {**tiny, "run_id": run_id, "val_tokens": val_tokens, "num_iterations": 1}
+        losses.append(main(Hyperparameters(**fields)))
+    assert losses[0] == losses[1]
+    log = (tmp_path / "logs" / "all.txt").read_text()
+    assert "\nhyperparameter val_tokens=384\n" in log
+    loader = SimpleNamespace(total_tokens=10**8, T=1000)
+    assert train_gpt2.val_tokens_of(Hyperparameters(val_tokens=0), loader) == 1_048_000
+    with pytest.raises(UserError, match="val_tokens=0 must be a multiple of 512 up to 0, the num"):
+        fields |= {"val_tokens": 0, "sequence_length": 512, "batch_size": 1}
+        main(Hyperparameters(**fields))
+
+
+def test_the_learning_rate_is_logged_at_each_validation(tiny, capsys):
+    main(Hyperparameters(**{**tiny, "val_loss_every": 2}))
+    text = capsys.readouterr().out
+    rates = [float(rate) for rate in re.findall(r" val_loss:.* lr:(\S+)$", text, re.M)]
+    args = Hyperparameters(**tiny)
+    expected = [0.01 * lr_multiplier(step, args) for step in (0, 2, 4, 6)]
+    assert rates == pytest.approx(expected, rel=0.01)
+
+
+def test_the_weights_of_the_best_validation_stay_where_the_text_repeats(tiny, tmp_path, capsys):
+    """The losses of validations are made up: the second is the lowest."""
+    fields = {**tiny, "num_iterations": 18, "val_loss_every": 6, "allow_repeat": True}
+    made_up = iter([5.0, 3.0, 4.0, 3.5])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "evaluate", lambda *arguments: next(made_up))
+        main(Hyperparameters(**{**fields, "run_id": "again"}))
+    folder = tmp_path / "logs" / "again"
+    assert capsys.readouterr().out.splitlines()[-2] == (
+        f"weights of the best validation, val_loss:3.0000: {folder}/best.pt"
+    )
+    best = torch.load(folder / "best.pt", weights_only=True)
+    assert best["val_loss"] == 3.0
+    assert best.keys() == torch.load(folder / "model.pt", weights_only=True).keys()
+    main(Hyperparameters(**{**fields, "num_iterations": 6, "warmdown_iters": 0, "run_id": "once"}))
+    assert not (tmp_path / "logs" / "once" / "best.pt").exists()
+
+
+def test_a_plan_that_repeats_its_text_much_says_so(tiny, capsys):
+    said = "reading the training text {} times: expect overfitting"
+    assert train_gpt2.epochs(Hyperparameters(**{**tiny, "num_iterations": 160}),
+                             train_loader(Hyperparameters(**tiny))) == 160 * 192 / 3000  # fmt: skip
+    fields = {**tiny, "batch_size": 186, "device_batch_size": 186, "allow_repeat": True}
+    for steps, times in (11, 11), (9, 9):  # a step reads almost all of the 3,000 tokens
+        main(Hyperparameters(**{**fields, "num_iterations": steps, "val_loss_every": 0}))
+        assert (said.format(times) in capsys.readouterr().out) == (times > 10)
 
 
 def test_the_preset_cpu_is_the_cpu_record():
@@ -427,6 +516,7 @@ def test_a_cpu_takes_plain_attention_for_short_sequences(length, fused):
     assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     assert torch._functorch.config.activation_memory_budget == 0.7
     assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_a_gpu_keeps_pytorchs_own_settings():
@@ -446,6 +536,19 @@ def test_a_gpu_that_only_emulates_bfloat16_trains_in_float32(has_bf16, monkeypat
     )
     expected = torch.bfloat16 if has_bf16 else torch.float32
     assert train_gpt2.product_dtype(Hyperparameters(), torch.device("cuda")) == expected
+
+
+def test_macos_has_no_proc_and_counts_memory_in_bytes(monkeypatch):
+    def no_file(path):
+        raise FileNotFoundError(path)
+
+    usage = SimpleNamespace(ru_maxrss=3 * 2**30)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(Path, "read_text", no_file)
+    monkeypatch.setattr(train_gpt2.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(train_gpt2.resource, "getrusage", lambda who: usage)
+    assert train_gpt2.device_name(torch.device("cpu")) == "arm64"
+    assert train_gpt2.peak_memory(torch.device("cpu")) == 3072
 
 
 def test_plain_srun_is_refused(tiny, monkeypatch):
@@ -720,7 +823,7 @@ def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, processes, tmp_path):
     if nproc:
         changes["NPROC"] = str(nproc)
     done = subprocess.run(
-        ["bash", ROOT / "run.sh", "--seed=1"], timeout=60, capture_output=True, text=True,
+        ["bash", ROOT / "run.sh", "--seed=1", "--yes"], timeout=60, capture_output=True, text=True,
         env={**os.environ, **changes},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -789,8 +892,8 @@ def test_run_sh_leads_to_the_tools(tmp_path):
         "evaluate": "records/tools/evaluate.py",
         "export --out=x": "records/tools/export.py --out=x",
         "pack a --out b": "data/pack.py a --out b",
-        "--preset=laptop": "train_gpt2.py --preset=cpu --preset=laptop",
-        "--preset laptop": "train_gpt2.py --preset=cpu --preset laptop",
+        "--preset=text": "train_gpt2.py --preset=cpu --preset=text",
+        "--preset text": "train_gpt2.py --preset=cpu --preset text",
         "--help": "train_gpt2.py --preset=cpu --help",
     }.items():
         done = subprocess.run(

@@ -113,10 +113,10 @@ def test_picks_have_the_probabilities_of_the_softmax():
 def test_cut_characters_and_end_of_text():
     output = io.StringIO()
     ids = [*"aß€".encode(), 256, *b"never"]
-    assert sample.write(iter(ids), weights.Bytes, output) == 7
+    assert sample.write(iter(ids), weights.pack.BytesEncoding, output) == 7
     assert output.getvalue() == "aß€\n"
     output = io.StringIO()
-    sample.write(iter("€".encode()[:2]), weights.Bytes, output)
+    sample.write(iter("€".encode()[:2]), weights.pack.BytesEncoding, output)
     assert output.getvalue() == "\ufffd\n"
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import pickle
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -469,6 +470,93 @@ def test_fault_6_output_that_cannot_be_written_does_not_end_training(output, tin
 
 
 # ---------------------------------------------------------------------------
+# weights of another run
+
+
+@pytest.fixture
+def weights(tiny, tmp_path):
+    """The weights that a tiny run ended with."""
+    main(Hyperparameters(**{**tiny, "run_id": "first", "save_every": 6}))
+    return tmp_path / "logs" / "first" / "model.pt"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_starts_from_the_weights_of_another(processes, tiny, weights, capsys):
+    """At step 0, with new optimizers; from model.pt and from a checkpoint alike."""
+    text = (weights.parents[1] / "first.txt").read_text()
+    last = validations(text)[-1][1]
+    for path in weights, weights.with_name("state_step0000000006.pt"):
+        fields = {**tiny, "init": path, "run_id": f"{path.stem}{processes}", "save_every": 6}
+        done = run_forked(fields, processes)
+        assert done.returncode == 0, done.stderr
+        rows = validations(done.stdout)
+        assert rows[0][:2] == (0, pytest.approx(last, abs=2e-4)) and rows[-1][1] < last
+        assert f"the weights of {path} are the start of this run\n" in done.stdout
+        assert "a high first loss" not in done.stdout
+        assert "already finished" in run_forked({**fields, "resume": "auto"}, processes).stdout
+    folders = [
+        weights.parents[1] / f"{stem}{processes}" for stem in ("model", "state_step0000000006")
+    ]
+    one, two = (bits(folder / "state_step0000000006.pt") for folder in folders)
+    assert one == two
+
+
+def test_a_stopped_run_that_started_from_weights_goes_on_without_them(tiny, weights):
+    fields = {**tiny, "init": str(weights), "run_id": "second"}
+    assert main(Hyperparameters(**fields), StopAfter(3)) is None
+    weights.unlink()
+    for changes in {}, {"init": ""}:
+        args = Hyperparameters(**{**fields, **changes, "resume": "auto"})
+        assert main(args, StopAfter(1 if not changes else 9)) is None or changes
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"n_embd": 32, "n_layer": 1}, "holds another model: pass --n_layer=2 --n_embd=16"),
+        ({"vocab_size": 96}, "model.pt holds another model: pass --vocab_size=64"),
+        ({"n_head": 1, "key_shift": 1}, "another model: pass --n_head=2 --key_shift=0"),
+        ({"init": "nowhere.pt"}, "--init=nowhere.pt is not a complete file of weights, such as"),
+        ({"init": __file__}, "is not a complete file of weights, such as model.pt"),
+    ],
+)
+def test_weights_that_do_not_fit_are_one_sentence(changes, sentence, tiny, weights):
+    before = content(weights.parent)
+    fields = {**tiny, "init": str(weights), "run_id": "second", **changes}
+    with pytest.raises(UserError, match=re.escape(sentence)) as caught:
+        main(Hyperparameters(**fields))
+    assert "\n" not in str(caught.value)
+    assert content(weights.parent) == before
+
+
+def test_a_stopped_run_says_its_file_and_the_command_that_continues_it(tiny, tmp_path, monkeypatch):
+    script = faulty_script(
+        tmp_path, "os.kill(os.getpid(), signal.SIGTERM)", "step == first_step + 2"
+    )
+    first = run_forked({**tiny, "run_id": "t"}, script=script)
+    path = tmp_path / "logs" / "t" / "state_step0000000002.pt"
+    [line] = re.findall(r"^saved .*", first.stdout, re.M)
+    said, command = line.split("; to continue: ")
+    assert said == f"saved {path}" and path.exists()
+    assert command.startswith(f"python {script} --vocab_size=64 ")
+    assert command.endswith(" --run_id=t --resume=auto") and command.count("run_id") == 1
+    words = shlex.split(command)[2:]
+    second = run_forked({}, script=script, flags=words)
+    assert "resume=auto: continuing after step 2\n" in second.stdout
+    assert second.stdout.count(command) == 1
+    monkeypatch.setenv("RUN_COMMAND", "NPROC=2 bash run.sh --preset=text")
+    assert train_gpt2.resume_command("x", 2) == (
+        "NPROC=2 bash run.sh --preset=text --run_id=x --resume=auto"
+    )
+    monkeypatch.delenv("RUN_COMMAND")
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--train_files=my data/*"])
+    assert train_gpt2.resume_command("x", 4) == (
+        "torchrun --standalone --nproc_per_node=4 train_gpt2.py '--train_files=my data/*' "
+        "--run_id=x --resume=auto"
+    )
+
+
+# ---------------------------------------------------------------------------
 # other processes, other settings, other data
 
 
@@ -532,7 +620,7 @@ def test_final_weights_are_neither_overwritten_nor_a_checkpoint(tiny, tmp_path):
         main(Hyperparameters(**{**tiny, "run_id": "e"}))
     weights = f"{tmp_path}/logs/e/model.pt"
     with pytest.raises(
-        UserError, match=r"model\.pt is not a checkpoint of this run: KeyError\('step'\)"
+        UserError, match=r"model\.pt holds only weights: start a new run with --init=.*model\.pt"
     ):
         main(Hyperparameters(**{**tiny, "run_id": "f", "resume": weights}))
     assert content(tmp_path / "logs" / "e") == before

@@ -2,7 +2,9 @@
 
 It takes seconds, and the time to read the shards once for which a sha256 is noted. Under torchrun
 it also checks the processes and their network. Prints a line for each check and the table of all
-parameters, then `all is well` and exit status 0, or a list of what to fix and 1. It trains nothing.
+parameters, then `all is well` and exit status 0, or a list of what to fix and 1. If nothing is to
+fix, it compiles the model and times three steps, to predict how long the run takes. It saves
+nothing.
 """
 
 import contextlib
@@ -15,13 +17,14 @@ import os
 import platform
 import re
 import shutil
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -76,20 +79,13 @@ class Checks:
 
 
 # ---- The machine ---------------------------------------------------------------------------------
-def device_name(device):
-    """Return what the maker calls a device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpu = "grep -m1 'model name' /proc/cpuinfo | cut -d: -f2-"
-    return subprocess.getoutput(cpu).strip() or platform.machine()
-
-
-def free_memory(device):
-    """Return the bytes that a process may still take on the device."""
+def free_memory(device, meminfo="/proc/meminfo"):
+    """Return the bytes that a process may still take on the device; all memory where none says."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    text = Path("/proc/meminfo").read_text()
-    return 1024 * int(re.search(r"MemAvailable: +(\d+)", text)[1])
+    if not Path(meminfo).exists():  # macOS
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 1024 * int(re.search(r"MemAvailable: +(\d+)", Path(meminfo).read_text())[1])
 
 
 def check_device(args):
@@ -98,8 +94,9 @@ def check_device(args):
     _, world_size, device = place
     joined = f", {dist.get_backend()}" if world_size > 1 else ""
     text = (
-        f"{device_name(device)}, {free_memory(device) / 2**30:.1f} GiB of memory free; processes "
-        f"{world_size}{joined}; python {platform.python_version()}, torch {torch.__version__}"
+        f"{train_gpt2.device_name(device)}, {free_memory(device) / 2**30:.1f} GiB of memory free; "
+        f"processes {world_size}{joined}; python {platform.python_version()}, "
+        f"torch {torch.__version__}"
     )
     return text, place
 
@@ -172,11 +169,12 @@ def check_data(args, rank, world_size, device):
         tokens = loader.read(0, min(loader.total_tokens, 10**7))
         highest = max(highest, tokens.max())
     train_loader, val_loader = loaders
+    validated = train_gpt2.val_tokens_of(args, val_loader)
     planned, held = args.num_iterations * train_loader.tokens_per_step, train_loader.total_tokens
     text = (
         f"{len(train_loader.paths)} + {len(val_loader.paths)} shards, {held:,} + "
         f"{val_loader.total_tokens:,} tokens; the run reads {planned:,} ({planned / held:.3f} "
-        f"epochs) and validates on {args.val_tokens:,}; highest id seen {highest}"
+        f"epochs) and validates on {validated:,}; highest id seen {highest}"
     )
     return text, loaders
 
@@ -407,6 +405,53 @@ def check_disk(args, gpt, optimizers, world_size):
     return text, None
 
 
+# ---- Time ----------------------------------------------------------------------------------------
+def timed(function, *arguments):
+    """Return (seconds that a call takes, its result), which must wait for the device."""
+    start = time.perf_counter()
+    result = function(*arguments)
+    return time.perf_counter() - start, result
+
+
+def check_time(args, loaders, rank, world_size, device, dtype):
+    """Predict the time of the run from three steps; of a slow one, from a single sequence."""
+    train_loader, val_loader = loaders
+    train_gpt2.configure_backend(args, device)
+    gpt = train_gpt2.GPT(args, dtype).to(device)
+    optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
+    batch = train_loader.next_batch()
+    alone, _ = timed(lambda: gpt(batch[0][:1], batch[1][:1]).backward())
+    alone *= args.batch_size // world_size
+    gpt.zero_grad()
+    if alone > 60:
+        total = timedelta(seconds=round(alone * args.num_iterations))
+        return (
+            f"about {total} of training, if a step takes {alone:.0f} s as one sequence says",
+            None,
+        )
+    compiling, _ = timed(train_gpt2.warm_up, gpt, args, val_loader)
+
+    def step():
+        loss, _ = train_gpt2.train_step(gpt, optimizers, *train_loader.next_batch(), 1.0, args)
+        loss.item()
+
+    ms = 1000 * statistics.median(timed(step)[0] for _ in range(3))
+    some = val_loader.tokens_per_step
+    validated = train_gpt2.val_tokens_of(args, val_loader)
+    seconds, _ = timed(train_gpt2.evaluate, gpt, val_loader, some)
+    validations = 1  # at the end
+    if args.val_loss_every:
+        validations += math.ceil(args.num_iterations / args.val_loss_every)
+    parts = [ms / 1000 * args.num_iterations, seconds * validated / some * validations, compiling]
+    training, validation, compiling, total = (
+        timedelta(seconds=round(part)) for part in [*parts, sum(parts)]
+    )
+    return (
+        f"about {total} in all: training {training} ({args.num_iterations} steps of {ms:.1f} ms), "
+        f"{validations} validations {validation}, compiling {compiling}"
+    ), None
+
+
 # ---- All of them --------------------------------------------------------------------------------
 def main(argv):
     """Run all checks; return the faults of all ranks."""
@@ -432,6 +477,8 @@ def main(argv):
         if model:
             check("memory", check_memory, args, *model, device, world_size)
             check("disk", check_disk, args, *model, world_size)
+    if not check.of_all_ranks():
+        check("time", check_time, args, loaders, *place, dtype)
     return check.of_all_ranks()
 
 

@@ -306,7 +306,7 @@ def main(argv):
         check_group(name, runs, options.n)
     every = [run for _, runs in sides for run in runs]
     unknown = unlike(every)
-    target = every[0].settings.get("target_val_loss")
+    target = every[0].settings.get("target_val_loss") or None  # 0: none
     require(
         None in (options.target, target) or options.target == target,
         f"--target={options.target} is not the target that the logs name, {target}, and it is to "

@@ -14,8 +14,9 @@ group has no mean if one of its runs is unfinished (stopped, or still running) o
 Runs in a group must share val_hash, world size, dtype and the planned number of steps, and so must
 the starts of a resumed run, except that num_iterations may grow; otherwise the group is rejected.
 Curves in one picture must share the val_hash. If a run was rewound to an older checkpoint, the
-lines of the abandoned branch are ignored. A picture is written as .png and as .svg. It shows losses
-against time only for interleaved runs of ab.py.
+lines of the abandoned branch are ignored. A picture is written as .png and as .svg. It compares
+losses against time only for interleaved runs of ab.py; a single run has its time above the curves.
+Where validation losses coincide with those of the first group, a panel shows their differences.
 
 A README holds the command between `<!-- ` and ` -->`, then what it prints, then `<!-- end -->`;
 --refresh runs these commands, --stale names those whose output has changed, and exits with 1.
@@ -51,6 +52,7 @@ FORMS = ".png", ".svg"  # of each picture
 # Okabe and Ito's, which the colour-blind tell apart: https://jfly.uni-koeln.de/color/
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
 MARKERS = "os^Dv<P"
+STYLES = {"train": ":", "val": "-"}  # of the lines
 STRETCHES = 30  # of a run, over each of which its training loss is averaged
 NAMED = 4  # groups that a title names, at most
 SAME = {  # facts that runs must share, or their losses do not compare
@@ -395,9 +397,10 @@ def headed(figure, title, remark=""):
 def draw_group(axes, runs, x_of, i, label):
     """Draw the i-th group: its runs thin and small, their means thick and large."""
     color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
-    thin = dict(color=color, linewidth=0.5, alpha=0.6, markersize=3)
-    thick = dict(color=color, linewidth=1.8, markersize=7, markeredgecolor="white")
     for kind, point in ("train", ""), ("val", marker):
+        line = dict(color=color, linestyle=STYLES[kind])
+        thin = dict(linewidth=0.5, alpha=0.6, markersize=3, **line)
+        thick = dict(linewidth=1.8, markersize=7, markeredgecolor="white", **line)
         curves = [curve(run, kind) for run in runs]
         for run, points in zip(runs, curves):
             x, y = x_of(run, points), points[:, 1]
@@ -411,13 +414,11 @@ def draw_group(axes, runs, x_of, i, label):
 
 
 def draw_targets(axes, targets, low, high):
-    """Draw each target as a line, or say in the legend on which side of the frame it lies."""
-    for target, dashes in zip(targets, itertools.cycle(["--", "-.", ":"])):
-        label = f"target {target:g}"
+    """Draw each target that lies within the frame as a line."""
+    for target, dashes in zip(targets, itertools.cycle(["--", "-."])):
         if low is None or low < target < high:
+            label = f"target {target:g}"
             axes.axhline(target, linestyle=dashes, linewidth=1.2, color="black", label=label)
-        else:
-            axes.plot([], [], " ", label=f"{label}: {'below' if target < low else 'above'}")
 
 
 def draw_faults(axes, runs):
@@ -442,14 +443,63 @@ def draw_curves(panels, groups, targets):
     for axes, (xlabel, x_of) in zip(panels, scales.items()):
         for i, (group, own) in enumerate(groups.items()):
             draw_group(axes, own, x_of, i, f"{group} (n={len(own)})")
+        for kind, name in ("val", "validation"), ("train", "training"):
+            axes.plot([], [], color="0.3", linestyle=STYLES[kind], label=name)
         draw_targets(axes, targets, low, high)
         axes.set(xlabel=xlabel, xlim=(0, None), ylabel="loss, nats a token", ylim=(low, high))
         axes.grid(alpha=0.3)
     panels[0].xaxis.set_major_formatter(count)
-    many = len(groups) + len(targets) > NAMED + 1  # they would cover the curves
+    if len(runs) == 1 and runs[0].train_ms:
+        draw_time(panels[0], runs[0])
+    many = len(groups) + len(targets) > 2  # they would cover the curves
     below = dict(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     panels[0].legend(fontsize=9, **(below if many else dict(loc="upper right")))
     draw_faults(panels[0], runs)
+
+
+def draw_time(axes, run):
+    """Draw the training time of a run above its axis of tokens."""
+    size, unit = (60, "min") if run.train_ms > 600_000 else (1, "s")
+    rate = run.train_ms / 1000 / size / (run.reached * run.tokens_per_step)
+    above = axes.secondary_xaxis("top", functions=(lambda x: x * rate, lambda x: x / rate))
+    above.set_xlabel(f"training time, {unit}")
+
+
+def differences(groups):
+    """Return {group: (P, 2): tokens, validation loss minus that of the first group}, of means.
+
+    Empty, unless a group is so close to the first that its curve covers it.
+    """
+    curves = {}
+    for name, runs in groups.items():
+        points = mean_curve([curve(run, "val") for run in runs])
+        curves[name] = dict(zip(points[:, 0] * runs[0].tokens_per_step, points[:, 1]))
+    base = next(iter(curves.values()))
+    found = {}
+    for name, points in list(curves.items())[1:]:
+        shared = sorted(base.keys() & points.keys())
+        found[name] = np.array([(x, points[x] - base[x]) for x in shared]).reshape(-1, 2)
+    every = [run for runs in groups.values() for run in runs]
+    low, high = loss_axis([curve(run, kind) for run in every for kind in run.points], [])
+    late = [points[len(points) // 2 :, 1] for points in found.values() if len(points) > 1]
+    close = low is not None and any(np.abs(part).max() < 0.05 * (high - low) for part in late)
+    return found if close else {}
+
+
+def draw_differences(axes, groups, found):
+    """Draw the differences to the first group, in the colors and with the marks of the curves."""
+    base = next(iter(groups))
+    axes.axhline(0, color=COLORS[0], linewidth=1.8)
+    for i, name in enumerate(groups):
+        if name in found:
+            look = dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)])
+            axes.plot(*found[name].T, markersize=7, markeredgecolor="white", **look)
+    late = np.concatenate([points[len(points) // 2 :, 1] for points in found.values()])
+    size = 2 * np.abs(late[np.isfinite(late)]).max(initial=1e-4)
+    axes.set(xlabel="tokens read", xlim=(0, None), ylim=(-size, size))
+    axes.set_ylabel(plain(f"validation loss - that of {base}", 40))
+    axes.xaxis.set_major_formatter(count)
+    axes.grid(alpha=0.3)
 
 
 def draw_ends(axes, groups, targets):
@@ -473,7 +523,7 @@ def remark(groups):
     sizes = {f"{stretch(run)} steps" for run in runs}
     each = sizes.pop() if len(sizes) == 1 else f"{1 / STRETCHES:.1%} of a run"
     smoothed = "of each step" if each == "1 steps" else f"mean over each {each}"
-    said = f"Lines: training loss, {smoothed}. Points: validation loss."
+    said = f"Dotted: training loss, {smoothed}. Solid: validation loss."
     many = " Thick, large: mean of the runs; thin, small: each run."
     return said + many * (len(runs) > len(groups))
 
@@ -485,18 +535,24 @@ def draw(groups, path):
         begun = any(run.reached for run in own)
         require(begun, f"the runs of {group} hold no step after step 0 to draw")
     one_value("validation tokens (val_hash)", fact("val_hash"), runs)
-    targets = sorted({run.settings.get("target_val_loss") for run in runs} - {None})
+    targets = sorted({run.settings.get("target_val_loss") for run in runs} - {None, 0})
     ended = [len(own) for own in groups.values() if all(run.finished for run in own)]
-    ends = sum(ended) > 1
-    widths = [6] * (1 + interleaved(groups)) + [2 + 0.5 * len(groups)] * ends
+    ends = max(ended, default=0) > 1
+    found = differences(groups)
+    of_curves = 1 + interleaved(groups)
+    widths = [6] * of_curves + [4] * bool(found) + [2 + 0.5 * len(groups)] * ends
     figure = new_figure(2 + sum(widths), 5)
     panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-    draw_curves(panels[: len(widths) - ends], groups, targets)
+    draw_curves(panels[:of_curves], groups, targets)
+    if found:
+        draw_differences(panels[of_curves], groups, found)
     if ends:
         draw_ends(panels[-1], groups, targets)
     headed(figure, finding(groups), remark(groups))
     makers = draw, draw_group, draw_curves, draw_targets, draw_ends, draw_faults, dots, headed
+    makers += draw_time, draw_differences
     shapes = curve, mean_curve, stretch, loss_axis, interleaved, COLORS, MARKERS, STRETCHES, NAMED
+    shapes += differences, STYLES
     words = finding, results, repeats, no_result, state, remark, count
     members = ((group, run.path) for group, own in groups.items() for run in own)
     save(figure, path, *makers, *shapes, *words, *itertools.chain(*members))
@@ -522,8 +578,11 @@ def dots(axes, groups, what, form="{:.4f}"):
     every = np.concatenate(list(known.values()))
     margin = max(0.1 * np.ptp(every), 0.002 * np.abs(every).max())  # equal values stay in line
     axes.set(xlim=(-0.6, len(groups) - 0.4), ylim=(every.min() - margin, every.max() + margin))
-    slant = dict(rotation=30, ha="right") if len("  ".join(groups)) > 14 * len(groups) else {}
-    axes.set_xticks(range(len(groups)), [plain(name, 20) for name in groups], **slant)
+    room = int(6 + 23 / len(groups))  # letters a name, in a panel as wide as draw makes it
+    names = [plain(name, room) for name in groups]
+    longest = max(len(line) for name in names for line in name.split("\n"))
+    slant = dict(rotation=30, ha="right") if longest > room else {}
+    axes.set_xticks(range(len(groups)), names, **slant)
     axes.grid(axis="y", alpha=0.3)
 
 

@@ -20,7 +20,8 @@ PEAK_FLOPS = {
 }
 POINT = re.compile(
     r"step:(?P<step>\d+)/(?P<last>\d+) (?P<kind>train|val)_loss:(?P<loss>\S+) "
-    r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms(?: data_hash:(?P<hash>\w+))?"
+    r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
+    r"(?: data_hash:(?P<hash>\w+))?(?: lr:(?P<lr>\S+))?"
 )
 RESUMED = re.compile(r"resume=.*: (?:going on|continuing) after step (?P<step>\d+)")
 NAMES = {"seed", "run_id", "log_dir"}  # settings that tell repetitions apart
@@ -31,11 +32,13 @@ INCIDENTAL |= {"device_batch_size", "save_every", "keep_checkpoints", "resume", 
 # settings that train_gpt2.py lets a resumed run change, besides num_iterations
 RESUMABLE = {"train_files", "val_files", "allow_repeat", "val_loss_every"}
 RESUMABLE |= {"target_val_loss", "save_every", "keep_checkpoints", "resume", "log_dir", "run_id"}
+RESUMABLE |= {"init"}
 RESUMABLE |= {"device", "device_batch_size", "compile", "comm_timeout"}
 RENAMED_SETTINGS = {"ngrams": "max_ngram", "key_offset": "key_shift"}  # old name: new name
 # what a script does that lacks a setting: these once could be chosen, or can be since
 IMPLIED = {"muon_coefficients": "quintic", "attention": "auto", "dtype": "auto"}
 IMPLIED |= {"max_ngram": 0, "ngram_rows": 2**18, "key_shift": 0, "logit_softcap": 0.0}
+IMPLIED |= {"init": ""}
 
 
 def flops(parameters, n_layer, n_embd, sequence_length):

@@ -9,7 +9,6 @@ import sys
 import zlib
 from pathlib import Path
 
-import tiktoken
 import torch
 
 HELP = "file of weights, or a run's folder: its weights of the most steps (default: the newest)"
@@ -125,27 +124,11 @@ def manifest_of(args):
     return pack.read_manifest(ROOT / Path(args.train_files).parent / "manifest.json")
 
 
-class Bytes(pack.BytesEncoding):
-    """The encoding of bytes, with what tiktoken's encodings have."""
-
-    @staticmethod
-    def encode_ordinary(text):
-        return list(text.encode())
-
-    @staticmethod
-    def decode_single_token_bytes(token):
-        return bytes([token])
-
-
 def encoding_of(args, name=""):
     """Return the encoding of a run's data: by name, by the data's manifest, or by vocab_size.
-    It has name, n_vocab, eot_token, encode_ordinary(text), decode_single_token_bytes(id)."""
+    Its mistakes are sentences."""
     guess = "bytes" if args.vocab_size == 257 else "gpt2"
-    name = name or manifest_of(args).get("encoding") or guess
-    if name == "bytes":
-        return Bytes
-    encoding = pack.get_encoding(name)  # whose mistakes are sentences
-    return tiktoken.get_encoding(encoding.name)
+    return pack.get_encoding(name or manifest_of(args).get("encoding") or guess)
 
 
 def bytes_per_token(args, split="val"):

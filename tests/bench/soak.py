@@ -75,7 +75,7 @@ def steps(text):
 def results(text):
     """Return {step: (validation loss, data_hash)}; a step said twice must say the same."""
     found = {}
-    pattern = r"^step:(\d+)/\d+ val_loss:(\S+) .*data_hash:(\w+)$"
+    pattern = r"^step:(\d+)/\d+ val_loss:(\S+) .*data_hash:(\w+) lr:\S+$"
     for step, *said in re.findall(pattern, text, re.M):
         assert found.setdefault(int(step), said) == said, f"step {step}: {said}, {found[int(step)]}"
     return found

@@ -1,0 +1,111 @@
+"""Send a training log to TensorBoard or Weights & Biases, also while the run is going on.
+
+    bash run.sh track logs/RUN.txt --tensorboard DIR     # then: tensorboard --logdir DIR
+    bash run.sh track logs/RUN.txt --wandb PROJECT       # WANDB_MODE=offline needs no account
+
+It ends when the log says the result; until then Ctrl-C ends it. Steps that a resumed run repeats
+are sent once. Started again, it sends the whole log again; TensorBoard shows the newer points.
+"""
+
+import argparse
+import ast
+import re
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from runlog import POINT, require
+
+
+def follow(path, pause=1.0):
+    """Yield the lines of a log as they are written, up to the line of the result."""
+    line = b""
+    with open(path, "rb") as file:
+        while not line.startswith(b"result "):
+            line += file.readline()
+            if line.endswith(b"\n"):
+                yield line.decode(errors="replace").rstrip()
+                line = line if line.startswith(b"result ") else b""
+            else:  # the run has written nothing new, or half of a line
+                time.sleep(pause)
+                if path.stat().st_size < file.tell():  # the log was begun anew
+                    file.seek(0)
+                    line = b""
+
+
+def points_of(lines):
+    """Yield (step, {name: value}) of the lines of a log; first (None, its hyperparameters)."""
+    settings, latest = {}, {}
+    for line in lines:
+        if found := re.fullmatch(r"hyperparameter (\w+)=(.*)", line):
+            settings[found[1]] = ast.literal_eval(found[2])
+        elif found := POINT.match(line):
+            step, kind = int(found["step"]), found["kind"]
+            if not latest:
+                yield None, settings
+            if step <= latest.get(kind, -1):  # a resumed run repeats steps
+                continue
+            latest[kind] = step
+            values = {
+                f"{kind}_loss": float(found["loss"]),
+                "train_seconds": int(found["ms"]) / 1000,
+            }
+            if found["lr"]:
+                values["learning_rate"] = float(found["lr"])
+            yield step, values
+
+
+def to_tensorboard(points, folder):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("TensorBoard is not installed: pip install tensorboard") from None
+    with SummaryWriter(folder, purge_step=0) as writer:
+        for step, values in points:
+            if step is None:
+                text = "\n".join(f"    {name}={value!r}" for name, value in values.items())
+                writer.add_text("hyperparameters", text)
+                continue
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+
+def to_wandb(points, project, name):
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("Weights & Biases is not installed: pip install wandb") from None
+    with wandb.init(project=project, name=name) as run:
+        for step, values in points:
+            if step is None:
+                run.config.update(values)
+            else:
+                run.log(values, step=step)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(
+        prog="track.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("log", type=Path, metavar="LOG")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
+    where.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases")
+    options = parser.parse_args(argv)
+    require(options.log.is_file(), f"{options.log} is not a file: name a log, logs/RUN.txt")
+    points = points_of(follow(options.log))
+    if options.tensorboard:
+        to_tensorboard(points, options.tensorboard)
+    else:
+        to_wandb(points, options.wandb, options.log.stem)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"track.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
