@@ -94,6 +94,12 @@ class Hyperparameters:
     ngram_rows: int = setting(
         2**18, "model", "rows of the n-gram table; n-grams with equal hashes share a row"
     )
+    ngram_dropout: float = setting(
+        0.0,
+        "model",
+        "fraction of the n-gram rows that training leaves out; counters overfitting",
+        high=0.99,
+    )
     key_shift: int = setting(
         0,
         "model",
@@ -382,25 +388,44 @@ class Block(nn.Module):
 class NgramTable(nn.Module):
     """A second embedding table, indexed by hashes of the last 2, 3, ... max_ngram tokens.
 
-    The rows found for a position are summed. The gradient is sparse.
+    The rows found for a position are summed. The gradient is sparse. While gradients are enabled,
+    a fraction `dropout` of the rows is left out, and the others are scaled up to compensate.
     """
 
     def __init__(self, args):
         super().__init__()
         self.max_ngram = args.max_ngram
+        self.dropout = args.ngram_dropout
         self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd))
 
     def forward(self, inputs):  # (B, T) to (B, T, C)
         hashes = inputs
-        rows = []
+        ngrams = []
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier; sequences are padded on the left with zeros.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
             hashes = hashes * 1000003 + earlier + 1  # int64 wraps around
-            rows.append(hashes % len(self.weight))
-        rows = torch.stack(rows, dim=-1).flatten(0, 1)  # (B * T, max_ngram - 1)
-        total = F.embedding_bag(rows, self.weight, mode="sum", sparse=True)
+            ngrams.append(hashes)
+        ngrams = torch.stack(ngrams, dim=-1)  # (B, T, max_ngram - 1)
+        rows = (ngrams % len(self.weight)).flatten(0, 1)
+        scale = None
+        if self.dropout and torch.is_grad_enabled():
+            kept = self.survives_dropout(ngrams, inputs).flatten(0, 1)
+            scale = kept / (1 - self.dropout)
+        total = F.embedding_bag(
+            rows, self.weight, mode="sum", sparse=True, per_sample_weights=scale
+        )
         return total.unflatten(0, inputs.shape)
+
+    def survives_dropout(self, ngrams, inputs):
+        """Return a mask of the n-grams that dropout keeps, shaped like `ngrams`.
+
+        The choice is a hash of the n-gram and of all inputs of its sequence. Unlike a random
+        number, it depends on neither the number of ranks nor earlier batches.
+        """
+        salt = 2 * inputs.sum(1)[:, None, None] + 1  # odd, so that no bits of the n-gram are lost
+        random = ngrams * salt * 6364136223846793005 >> 44  # uniform in [-2**19, 2**19)
+        return random >= (self.dropout - 0.5) * 2**20
 
 
 class GPT(nn.Module):
