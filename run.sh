@@ -7,7 +7,7 @@
 # bash run.sh test [pytest arguments]   run the test suite
 # bash run.sh check [--name=value ...]  can this run start here? Device, compiler, data, disk, network
 # bash run.sh profile [--name=value ...]   where a step's time goes
-# bash run.sh --preset=laptop           train on your own text, which `bash run.sh pack` prepares
+# bash run.sh --preset=text             train on your own text, which `bash run.sh pack` prepares
 # bash run.sh pack TEXTS --out data/mine [...]   data/pack.py
 # bash run.sh sample [PROMPT] [...]     let the newest run write: records/tools/sample.py
 # bash run.sh evaluate|export|report|compare|ab [...]   the other tools in records/tools
@@ -114,7 +114,7 @@ sample | evaluate | export | report | compare | ab)
 data) pack_torch_sources ;;
 *)
     case "$gpus $*" in
-    *" --preset"[=\ ]laptop* | *" --train_files"* | *" --help"* | *" -h"*) ;;  # no data of ours
+    *" --preset"[=\ ]text* | *" --train_files"* | *" --help"* | *" -h"*) ;;  # no data of ours
     "0 "*) pack_torch_sources ;;
     *) "$python" data/fineweb.py ;;
     esac

@@ -85,7 +85,7 @@ def test_presets_are_settings_that_others_override(capsys):
         assert parse_args([f"--preset={name}"]) == Hyperparameters(**overrides)
         assert parse_args(["--n_layer=3", f"--preset={name}"]).n_layer == 3
         assert parse_args([f"--preset={name}", "--n_layer=3"]).n_layer == 3
-    assert parse_args(["--preset=laptop", "--preset=cpu"]) == parse_args(["--preset", "cpu"])
+    assert parse_args(["--preset=text", "--preset=cpu"]) == parse_args(["--preset", "cpu"])
     with pytest.raises(UserError, match="--preset: invalid choice: 'gpu'"):
         parse_args(["--preset=gpu"])
     with pytest.raises(SystemExit):
@@ -789,8 +789,8 @@ def test_run_sh_leads_to_the_tools(tmp_path):
         "evaluate": "records/tools/evaluate.py",
         "export --out=x": "records/tools/export.py --out=x",
         "pack a --out b": "data/pack.py a --out b",
-        "--preset=laptop": "train_gpt2.py --preset=cpu --preset=laptop",
-        "--preset laptop": "train_gpt2.py --preset=cpu --preset laptop",
+        "--preset=text": "train_gpt2.py --preset=cpu --preset=text",
+        "--preset text": "train_gpt2.py --preset=cpu --preset text",
         "--help": "train_gpt2.py --preset=cpu --help",
     }.items():
         done = subprocess.run(
