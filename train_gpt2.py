@@ -96,6 +96,12 @@ class Hyperparameters:
     ngram_rows: int = setting(
         2**18, "model", "rows of the n-gram table; n-grams with equal hashes share a row"
     )
+    ngram_dropout: float = setting(
+        0.0,
+        "model",
+        "fraction of the n-gram rows that training leaves out; counters overfitting",
+        high=0.99,
+    )
     key_shift: int = setting(
         0,
         "model",
@@ -108,7 +114,9 @@ class Hyperparameters:
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto", "model", "dtype of matmuls; auto picks bfloat16 if the device supports it natively"
     )
-    seed: int = setting(1337, "model", "seed of the initial weights; nothing else is random", low=0)
+    seed: int = setting(
+        1337, "model", "seed of the initial weights and of --shuffle; nothing else is random", low=0
+    )
 
     batch_size: int = setting(512, "training", "sequences per step, summed over all processes")
     sequence_length: int = setting(1024, "training", "tokens per sequence")
@@ -133,6 +141,9 @@ class Hyperparameters:
         "data/fineweb10B/fineweb_val_*.bin", "data", "glob of the validation shards"
     )
     allow_repeat: bool = setting(False, "data", "start over when the training tokens run out")
+    shuffle: bool = setting(
+        False, "data", "in each epoch, cut the training tokens at new places and shuffle the pieces"
+    )
 
     val_loss_every: int = setting(
         125, "validation", "steps between validations; 0 validates only after the last step", low=0
@@ -238,11 +249,12 @@ PRESETS = {
         dict(
             train_files="data/mine/train_*.bin",
             val_files="data/mine/val_*.bin",
-            allow_repeat=True,
+            allow_repeat=True, shuffle=True,
             vocab_size=257, n_layer=4, n_head=1, n_embd=128,
+            max_ngram=6, ngram_rows=2**18, ngram_dropout=0.6, key_shift=1, logit_softcap=15.0,
             batch_size=16, sequence_length=256,
-            num_iterations=600, warmdown_iters=300,
-            learning_rate=0.006, muon_learning_rate=0.0007,
+            num_iterations=800, warmdown_iters=640,
+            learning_rate=0.004, muon_learning_rate=0.001,
             val_loss_every=100, val_tokens=0, target_val_loss=0.0,
         ),
     ),
@@ -407,25 +419,44 @@ class Block(nn.Module):
 class NgramTable(nn.Module):
     """A second embedding table, indexed by hashes of the last 2, 3, ... max_ngram tokens.
 
-    The rows found for a position are summed. The gradient is sparse.
+    The rows found for a position are summed. The gradient is sparse. While gradients are enabled,
+    a fraction `dropout` of the rows is left out, and the others are scaled up to compensate.
     """
 
     def __init__(self, args):
         super().__init__()
         self.max_ngram = args.max_ngram
+        self.dropout = args.ngram_dropout
         self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd))
 
     def forward(self, inputs):  # (B, T) to (B, T, C)
         hashes = inputs
-        rows = []
+        ngrams = []
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier; sequences are padded on the left with zeros.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
             hashes = hashes * 1000003 + earlier + 1  # int64 wraps around
-            rows.append(hashes % len(self.weight))
-        rows = torch.stack(rows, dim=-1).flatten(0, 1)  # (B * T, max_ngram - 1)
-        total = F.embedding_bag(rows, self.weight, mode="sum", sparse=True)
+            ngrams.append(hashes)
+        ngrams = torch.stack(ngrams, dim=-1)  # (B, T, max_ngram - 1)
+        rows = (ngrams % len(self.weight)).flatten(0, 1)
+        scale = None
+        if self.dropout and torch.is_grad_enabled():
+            kept = self.survives_dropout(ngrams, inputs).flatten(0, 1)
+            scale = kept / (1 - self.dropout)
+        total = F.embedding_bag(
+            rows, self.weight, mode="sum", sparse=True, per_sample_weights=scale
+        )
         return total.unflatten(0, inputs.shape)
+
+    def survives_dropout(self, ngrams, inputs):
+        """Return a mask of the n-grams that dropout keeps, shaped like `ngrams`.
+
+        The choice is a hash of the n-gram and of all inputs of its sequence. Unlike a random
+        number, it depends on neither the number of ranks nor earlier batches.
+        """
+        salt = 2 * inputs.sum(1)[:, None, None] + 1  # odd, so that no bits of the n-gram are lost
+        random = ngrams * salt * 6364136223846793005 >> 44  # uniform in [-2**19, 2**19)
+        return random >= (self.dropout - 0.5) * 2**20
 
 
 class GPT(nn.Module):
@@ -781,9 +812,21 @@ def crc32_of_file(path):
     return checksum
 
 
+@functools.lru_cache(2)
+def shuffled_starts(seed, epoch, total_tokens, T):
+    """Return where an epoch's sequences of T tokens start, in random order.
+
+    They are consecutive; the first starts at a random position, so that epochs differ.
+    """
+    generator = np.random.default_rng((seed, epoch))
+    return generator.integers(T) + T * generator.permutation(total_tokens // T)
+
+
 @dataclasses.dataclass
 class DistributedDataLoader:
-    """Reads batches of consecutive tokens from all shards, laid end to end and repeated.
+    """Reads batches of tokens from all shards, laid end to end and repeated.
+
+    The sequences are consecutive, unless shuffle_seed is given.
 
     At each step, rank r takes the r-th of world_size equal parts of the global batch, so the tokens
     of a step depend on neither the number of ranks nor the size of micro-batches. Raises DataError
@@ -797,6 +840,7 @@ class DistributedDataLoader:
     world_size: int
     device: torch.device
     vocab_size: int = 65536
+    shuffle_seed: int | None = None  # None reads the tokens in order
     position: int = 0  # where the next batch starts in the stream, in tokens
     hash_sum: int = 0  # hash of the sequences that this rank has trained on
     batch_hash: int = 0  # hash of this rank's sequences in the latest batch
@@ -857,17 +901,33 @@ class DistributedDataLoader:
 
         The position does not move until advance() is called, so a failed step can be repeated.
         """
-        local_tokens = self.tokens_per_step // self.world_size
-        first = self.position + self.rank * local_tokens
-        tokens = self.read(first, local_tokens + 1)  # the last one is only a target
+        count = self.batch_size // self.world_size
+        first = self.position // self.T + self.rank * count
+        sequences = self.read_sequences(first, count)
         self.batch_hash = 0
-        for i in range(0, local_tokens, self.T):
+        for i, sequence in enumerate(sequences, first):
             # A different odd weight per position makes the hash depend on the order of sequences.
-            position_weight = 2 * ((first + i) // self.T) + 1
-            self.batch_hash += position_weight * zlib.crc32(tokens[i : i + self.T + 1])
-        tokens = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
-        targets = tokens[1:].clone()  # a copy, because evaluate masks some of them
-        return tokens[:-1].view(-1, self.T), targets.view(-1, self.T)
+            self.batch_hash += (2 * i + 1) * zlib.crc32(sequence)
+        tokens = torch.from_numpy(sequences.astype(np.int64)).to(self.device)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        layout = torch.contiguous_format
+        # Copies, because evaluate masks some of the targets.
+        return inputs.clone(memory_format=layout), targets.clone(memory_format=layout)
+
+    def read_sequences(self, first, count):
+        """Return `count` sequences of the run, from number `first`: uint16 of shape (count, T + 1).
+
+        The last token of a sequence is only a target.
+        """
+        if self.shuffle_seed is None:
+            tokens = self.read(first * self.T, count * self.T + 1)
+            return np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[:: self.T]
+        sequences = []
+        for i in range(first, first + count):
+            epoch, i = divmod(i, self.total_tokens // self.T)
+            starts = shuffled_starts(self.shuffle_seed, epoch, self.total_tokens, self.T)
+            sequences.append(self.read(starts[i], self.T + 1))
+        return np.stack(sequences)
 
     def advance(self):
         """Move past the batch that read_batch returned."""
@@ -1610,6 +1670,8 @@ def check_ranks_read_the_same(loader, args):
     sizes = [size for size, _ in loader.contents]
     check_ranks_agree({"the sizes of their shards": sizes}, "give all machines the same data")
     last_token = args.num_iterations * loader.tokens_per_step  # needed as a target
+    if loader.shuffle_seed is not None:
+        last_token = loader.total_tokens
     needed = 1 + np.searchsorted(loader.ends, last_token, side="right")  # shards of this run
     checksums = {}
     for i in range(local_rank, min(needed, len(loader.paths)), local_size):
@@ -1639,7 +1701,12 @@ def check_memory(args):
 def open_data(args, rank, world_size, device):
     """Return (train_loader, val_loader). Raises UserError if the data do not fit the settings."""
     shared = (args.sequence_length, rank, world_size, device, args.vocab_size)
-    train_loader = DistributedDataLoader(args.train_files, args.batch_size, *shared)
+    train_loader = DistributedDataLoader(
+        args.train_files,
+        args.batch_size,
+        *shared,
+        shuffle_seed=args.seed if args.shuffle else None,
+    )
     max_steps = (train_loader.total_tokens - 1) // train_loader.tokens_per_step
     if max_steps < (1 if args.allow_repeat else args.num_iterations):
         raise UserError(

@@ -493,3 +493,35 @@ def test_fault_7_shards_of_an_unfinished_pack_are_refused(tmp_path):
     (tmp_path / ".pack").mkdir()
     with pytest.raises(UserError, match=r"is being packed, or packing was interrupted: run data/"):
         DistributedDataLoader(pattern, 1, 4, 0, 1, CPU)
+
+
+def shuffled(pattern, seed=7, world_size=1, rank=0, position=0):
+    return DistributedDataLoader(
+        pattern, 4, 5, rank, world_size, CPU, shuffle_seed=seed, position=position
+    )
+
+
+def test_a_shuffled_epoch_reads_every_sequence_once(tmp_path):
+    pattern = fresh_shards(tmp_path, [range(57), range(57, 100)])  # 20 sequences: 5 steps an epoch
+    loader = shuffled(pattern)
+    epochs = []
+    for _ in range(3):
+        batches = [loader.next_batch() for _ in range(5)]
+        inputs = torch.cat([inputs for inputs, _ in batches])
+        targets = torch.cat([targets for _, targets in batches])
+        assert sorted(inputs.flatten().tolist()) == [*range(100)]
+        assert torch.equal(targets, (inputs[:, :1] + torch.arange(1, 6)) % 100)
+        epochs.append(inputs.tolist())
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert shuffled(pattern).next_batch()[0].tolist() == epochs[0][:4]
+    assert shuffled(pattern, seed=8).next_batch()[0].tolist() != epochs[0][:4]
+
+
+def test_a_shuffled_order_depends_on_neither_the_ranks_nor_an_interruption(tmp_path):
+    pattern = fresh_shards(tmp_path, [range(100)])
+    alone = shuffled(pattern)
+    for step in range(12):
+        expected = alone.next_batch()
+        parts = [shuffled(pattern, 7, 2, rank, 20 * step).next_batch() for rank in (0, 1)]
+        for whole, halves in zip(expected, zip(*parts)):
+            assert torch.equal(whole, torch.cat(halves))

@@ -153,9 +153,35 @@ def test_the_gradient_is_that_of_the_logits(dtype):
         assert difference < (1e-4 if exact else 0.05)
 
 
+def test_dropout_keeps_its_fraction_of_the_ngrams_and_scales_them_up():
+    args = Hyperparameters(max_ngram=3, ngram_rows=997, n_embd=12, ngram_dropout=0.6)
+    table = NgramTable(args)
+    torch.nn.init.ones_(table.weight)
+    inputs = torch.randint(256, (64, 128))
+    kept = table(inputs)[..., 0] * (1 - 0.6)  # the number of kept n-grams, out of 2
+    assert {round(n, 4) for n in kept.unique().tolist()} == {0, 1, 2}
+    for n, probability in enumerate([0.6**2, 2 * 0.6 * 0.4, 0.4**2]):
+        assert kept.round().eq(n).float().mean().item() == pytest.approx(probability, abs=0.03)
+    with torch.no_grad():  # validation
+        assert (table(inputs) == 2).all()
+
+
+def test_dropout_depends_on_the_sequence_alone():
+    args = Hyperparameters(max_ngram=3, ngram_rows=997, n_embd=12, ngram_dropout=0.5)
+    table = NgramTable(args)
+    torch.nn.init.normal_(table.weight)
+    inputs = torch.randint(256, (8, 64))
+    one_by_one = torch.cat([table(sequence) for sequence in inputs.split(1)])
+    assert torch.equal(table(inputs), one_by_one)
+    other = inputs.clone()
+    other[:, -1] += 1
+    changed = (table(inputs) != table(other)).any(-1)[:, :-1]  # only the mask can differ there
+    assert 0.6 < changed.float().mean() < 0.9  # 3/4 if the two masks are independent
+
+
 def test_at_0_the_model_and_its_optimizers_are_record_7s():
     args = Hyperparameters()
-    assert (args.max_ngram, args.key_shift, args.logit_softcap) == (0, 0, 0)
+    assert (args.max_ngram, args.key_shift, args.logit_softcap, args.ngram_dropout) == (0, 0, 0, 0)
     tiny = Hyperparameters(**TINY)
     with torch.device("meta"):
         gpt = GPT(args)
