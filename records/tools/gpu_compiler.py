@@ -211,7 +211,7 @@ generated = {}  # Triton kernels of the graph being compiled, by name
 
 
 def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
-    """Record a Triton kernel once its configurations have been compiled."""
+    """Record a Triton kernel once its configurations have been compiled; more may follow."""
     make_launchers(self)
     source, meta = self.fn.src, self.inductor_meta
     loops = {axis: int(size) for axis, size in re.findall(r"\b([xyzr]\d?_?)numel = (\d+)", source)}
@@ -224,7 +224,7 @@ def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
         bytes=moved + bytes_read_again(source, signature, loops),
         sizes=tuple(loops.values()),
         candidates=tuple((launcher.n_regs, launcher.n_spills) for launcher in self.launchers),
-        sources=tuple(recorded_sources),
+        sources=tuple(recorded_sources or generated[meta["kernel_name"]].sources),
         int64=any(kind == "i64" for name, kind in signature.items() if name.endswith("numel")),
     )
     recorded_sources.clear()
