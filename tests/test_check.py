@@ -109,7 +109,7 @@ def test_the_check_lists_what_to_fix(fault, tiny, tmp_path, monkeypatch, capsys)
     if fault == "no compiler":
         monkeypatch.setattr(torch, "compile", no_compiler)
     if fault == "memory":
-        monkeypatch.setattr(check, "free_memory", lambda device: 1e6)
+        monkeypatch.setattr(check, "free_memory", lambda device: 1e4)
     [found] = check.main(options({**tiny, **changes}))
     assert sentence.format(folder=tmp_path) in found
     name, _, rest = found.partition(": ")
