@@ -358,8 +358,8 @@ class Rotary(nn.Module):
         cos_sin = torch.stack([angles.cos(), angles.sin()])
         self.register_buffer("cos_sin", cos_sin, persistent=False)  # (2, T, D/2)
 
-    def forward(self, x):  # (B, H, T, D)
-        cos, sin = self.cos_sin[:, : x.size(2)]
+    def forward(self, x):  # (B, T, H, D)
+        cos, sin = self.cos_sin[:, : x.size(1), None]  # (T, 1, D/2)
         x1, x2 = x.chunk(2, dim=-1)
         y1 = x1 * cos + x2 * sin
         y2 = x2 * cos - x1 * sin
@@ -379,8 +379,8 @@ class CausalSelfAttention(nn.Module):
         nn.init.zeros_(self.c_proj.weight)  # every block starts as the identity
         self.rotary = Rotary(C // args.n_head, args.sequence_length)
 
-    def split_heads(self, x):  # (B, T, C) to (B, H, T, D)
-        return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+    def split_heads(self, x):  # (B, T, C) to (B, T, H, D)
+        return x.unflatten(-1, (self.n_head, -1))
 
     def forward(self, x):  # (B, T, C)
         q = norm(self.split_heads(self.c_q(x)))
@@ -388,8 +388,11 @@ class CausalSelfAttention(nn.Module):
         v = self.split_heads(self.c_v(x))
         # Shift keys key_shift positions to the right before the rotary embedding, so that they are
         # rotated for their new positions. Zeros fill the gap.
-        k = F.pad(k, (0, 0, self.key_shift, 0))[:, :, : k.size(2)]
-        y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        k = F.pad(k, (0, 0, 0, 0, self.key_shift, 0))[:, : k.size(1)]
+        # Attention takes (B, H, T, D). Its result has the layout of q, so that transposing the
+        # rotated q, instead of rotating the transposed one, saves a copy of the result on GPUs.
+        q, k, v = (x.transpose(1, 2) for x in (self.rotary(q), self.rotary(k), v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 

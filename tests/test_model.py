@@ -112,8 +112,8 @@ def test_rotary_turns_by_the_relative_distance():
     rotary = Rotary(head_dim=8, sequence_length=32)
     torch.manual_seed(0)
     q, k = torch.randn(8), torch.randn(8)
-    turned_q = rotary(q.expand(1, 1, 32, 8))[0, 0]
-    turned_k = rotary(k.expand(1, 1, 32, 8))[0, 0]
+    turned_q = rotary(q.expand(1, 32, 1, 8))[0, :, 0]
+    turned_k = rotary(k.expand(1, 32, 1, 8))[0, :, 0]
     products = turned_q @ turned_k.T
     for distance in (0, 3, 11):
         diagonal = products.diagonal(-distance)

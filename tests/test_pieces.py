@@ -105,9 +105,10 @@ def test_a_key_meets_the_value_after_it():
     x = torch.randn(3, 16, 16)
     q = attn.rotary(norm(attn.split_heads(attn.c_q(x))))
     k = norm(attn.split_heads(attn.c_k(x)))
-    k = torch.cat([torch.zeros_like(k[:, :, :2]), k[:, :, :-2]], dim=2)
+    k = torch.cat([torch.zeros_like(k[:, :2]), k[:, :-2]], dim=1)
     v = attn.split_heads(attn.c_v(x))
-    scores = q @ attn.rotary(k).mT / q.size(-1) ** 0.5
+    q, k, v = (x.transpose(1, 2) for x in (q, attn.rotary(k), v))
+    scores = q @ k.mT / q.size(-1) ** 0.5
     scores = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)
     expected = attn.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(attn(x), expected)

@@ -326,3 +326,15 @@ def test_many_processes_tell_a_mistake_once(fields):
     done = run_forked({**fields, "num_iterations": 12}, 2, script=SCRIPT)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.count("num_iterations=12: a profile takes 13 steps") == 1
+
+
+def test_kernels_of_a_gpu_are_classed_as_the_plan_does():
+    names = {
+        "triton_red_fused_0": "element-wise",
+        "nvjet_hsh_128x256": "products",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention",
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "collectives",
+        "vectorized_elementwise_kernel": "other",
+    }
+    for name, kind in names.items():
+        assert step_profile.kernel_class(name) == kind

@@ -12,7 +12,6 @@ import dataclasses
 import glob
 import itertools
 import json
-import math
 import os
 import platform
 import re
@@ -314,78 +313,23 @@ def state_values(gpt, optimizers, world_size):
     return busiest, everything
 
 
-def gradient_values(args, gpt, world_size):
-    """Return the float32 values of gradients: (after backward, more when ranks sum them).
+def check_memory(args, gpt, optimizers, device, world_size):
+    """Compare what a process keeps between steps with what is free.
 
-    A table of n-grams then has a row for each that was looked up, not one for each of its own, and
-    all travel in one buffer, for which the table's are made dense.
-    """
-    weights = sum(p.numel() for p in gpt.parameters())
-    table = looked_up = 0
-    if gpt.ngrams:
-        table = gpt.ngrams.weight.numel()
-        tokens = args.batch_size // world_size * args.sequence_length
-        looked_up = tokens * (args.max_ngram - 1) * args.n_embd
-    return weights - table + looked_up, (table + weights) * (world_size > 1)
-
-
-def estimate_memory(args, gpt, optimizers, device, world_size, micro):
-    """Return about how many bytes a process needs at its peak, with micro sequences at a time.
-
-    Weights, gradients and optimizers' states are exact; of a block, what backward needs is counted.
-    Tests hold differences of it against those of runs on a CPU, in float32 and bf16, not compiled.
+    Activations come on top: records/tools/plan.py knows those of a GPU.
     """
     weights = sum(p.numel() for p in gpt.parameters())
     states, _ = state_values(gpt, optimizers, world_size)
-    gradients, summed = gradient_values(args, gpt, world_size)
-    head = gpt.lm_head.weight.numel()
-    low = gpt.dtype.itemsize  # bytes of a product's result
-    products = head + sum(p.numel() for p in gpt.h.parameters())  # weights that they take
-    backward = 4 * gradients + (low * products if low < 4 else 0)
-    # chunks of the head's loss, bytes of a logit, and of a token and channel of a block beyond what
-    # is named below: where no operations are fused, of each block and again of the one that runs
-    max_chunks = 2 if device.type == "cuda" else 8
-    logit, more = (8, 0) if args.compile else (12, 48)
-    if device.type == "cuda" and args.compile:
-        logit = 4  # as records/tools/plan.py has it: bf16 logits and their gradients
-    # of width C: residual and its norm twice; q, k, v, normed and turned q and k, attention's
-    # result; of width 4 C: before and after the square
-    width = low * (4 + 6 + 2 * 4) + more
-    tokens = micro * args.sequence_length
-    blocks = tokens * args.n_embd * (args.n_layer * width + more)
-    if device.type == "cpu" and args.sequence_length <= 512:  # plain attention: scores are kept
-        blocks += tokens * args.n_layer * low * args.n_head * args.sequence_length
-    chunks = min(max_chunks, math.ceil(tokens / (512 * 50304 // args.vocab_size)))
-    chunk = math.ceil(tokens / chunks)
-    logits = chunk * args.vocab_size * logit + 3 * 4 * head  # and the head's gradients
-    backward += blocks + logits
-    # Saving checks that each tensor is finite, which takes 6 bytes a value, and before that
-    # collects the momenta of all ranks.
-    saving = 6 * max(p.numel() for p in gpt.parameters())
-    if args.save_every:
-        saving += 4 * sum(sum(owned_values(optimizer, world_size)) for optimizer in optimizers)
-    torch_itself = 0 if device.type == "cuda" else 350 * 2**20
-    most = max(backward, 4 * (gradients + summed), saving)  # one after the other
-    return torch_itself + 4 * (weights + states) + most
-
-
-def check_memory(args, gpt, optimizers, device, world_size):
-    local = args.batch_size // world_size
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1
-    free = free_memory(device) / here
-
-    def needed(most):
-        micro = train_gpt2.micro_batch_size(local, most)
-        return micro, estimate_memory(args, gpt, optimizers, device, world_size, micro)
-
-    micro, need = needed(args.device_batch_size)
-    text = f"a process needs about {need / 2**30:.1f} GiB of {free / 2**30:.1f} free"
-    if need <= free:
-        return text, None
-    while need > free and micro > 1:
-        micro, need = needed(micro - 1)
-    fix = "a smaller model" if need > free else f"--device_batch_size={micro}"
-    raise UserError(f"{text}: take {fix}")
+    need = 4 * (2 * weights + states)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1
+    free = free_memory(device) / processes
+    text = (
+        f"weights, gradients and optimizer states take {need / 2**30:.1f} GiB, activations come on "
+        f"top; {free / 2**30:.1f} GiB are free"
+    )
+    if need > free:
+        raise UserError(f"{text}: take a smaller model")
+    return text, None
 
 
 def check_disk(args, gpt, optimizers, world_size):

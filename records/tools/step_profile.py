@@ -8,6 +8,7 @@ and no checkpoint.
 
 import contextlib
 import functools
+import re
 import statistics
 import sys
 import time
@@ -227,10 +228,29 @@ def kernel_table(profiler, device, ranges):
             found.append((us, event.count, event.key.replace("|", "/")[:60]))
     total = sum(us for us, _, _ in found)
     rows = []
+    classes = Counter()
+    for us, _, name in found:
+        classes[kernel_class(name)] += us
     for us, count, name in sorted(found, reverse=True)[:10]:
         calls, ms = count / TRACED, us / 1000 / TRACED
         rows.append([f"`{name}`", f"{calls:.1f}", f"{ms:.2f}", f"{100 * us / total:.1f}"])
+    for kind, us in classes.most_common() if cuda else ():
+        rows.append([f"all of {kind}", "", f"{us / 1000 / TRACED:.2f}", f"{100 * us / total:.1f}"])
     return markdown(["kernel" if cuda else "operator", "calls a step", "ms a step", "%"], rows)
+
+
+KERNEL_CLASSES = {  # parts of the names of CUDA kernels
+    "element-wise": "triton",
+    "attention": "flash|fmha|sdpa|attention",
+    "products": "gemm|nvjet|cutlass|cublas|xmma",
+    "collectives": "nccl",
+}
+
+
+def kernel_class(name):
+    """Return the class of a CUDA kernel, as records/tools/plan.py names parts of a step."""
+    found = [kind for kind, names in KERNEL_CLASSES.items() if re.search(names, name.lower())]
+    return found[0] if found else "other"
 
 
 def compare_ranks(means):

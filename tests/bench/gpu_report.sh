@@ -3,7 +3,7 @@
 #
 # Each call ends within LIMIT seconds (default 530). Calls that fit, most valuable first, and what each
 # decides:
-#   1  environment plan default nccl    does it train, how fast, is the plan right, does NCCL work
+#   1  environment plan profile default nccl    does it train, how fast, is the plan right, does NCCL work
 #   2  candidate                        is the candidate better than record 7 at equal tokens
 #   3  plain muon resume                the step against a plain one; Muon; resumed to the bit or not
 #   4  tests levers                     tests of CUDA alone; which lever to take. All take several calls;
@@ -13,6 +13,7 @@
 # calls 1, 3 and 4. Each part writes its own text file into DIR at once, so whatever cuts it leaves the rest:
 #   environment  the machine, its versions; what records/tools/check.py says of the default settings
 #   plan         what records/tools/plan.py predicts for the default settings on an H200
+#   profile      records/tools/step_profile.py: measured parts of a step and kernel classes, to set beside plan
 #   default      40 steps of the default settings: cold start, then 15 steps with a warm cache
 #   nccl         40 steps as the one process of a group with NCCL: collectives run, if with nobody
 #   candidate    --preset=candidate against record7, of a smaller batch: PAIRS seeds (default 2) of SIDE_STEPS steps
@@ -33,7 +34,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: bash tests/bench/gpu_report.sh DIR [PART ...]}
 shift
-parts=" environment plan default nccl candidate plain muon tests resume levers run plain_run "
+parts=" environment plan profile default nccl candidate plain muon tests resume levers run plain_run "
 for part in "$@"; do
     [[ $parts == *" $part "* ]] || { echo "$part is no part: give some of$parts" >&2; exit 1; }
 done
@@ -85,6 +86,7 @@ torch.backends.cudnn.version())'; lscpu | head -20; git log -1 --format=%H 2>/de
     run_part check "$python" records/tools/check.py "${default[@]}"
 }
 plan() { run_part plan "$python" records/tools/plan.py --device=H200; }
+profile() { run_part profile "$python" records/tools/step_profile.py "${default[@]}"; }
 default() {
     TORCHINDUCTOR_CACHE_DIR=$work/cold run_part default_cold "$python" train_gpt2.py "${default[@]}" --num_iterations="$many" \
         --val_loss_every=0 --run_id=cold
@@ -163,6 +165,6 @@ plain_run() {
     cp "$work/logs/plain_run.txt" "$out/plain_run_log.txt"
 }
 
-for part in ${*:-environment plan default nccl plain muon resume tests levers}; do
+for part in ${*:-environment plan profile default nccl plain muon resume tests levers}; do
     "$part"
 done
