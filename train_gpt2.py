@@ -99,7 +99,7 @@ class Hyperparameters:
     ngram_dropout: float = setting(
         0.0,
         "model",
-        "fraction of the n-gram rows that training leaves out; counters overfitting",
+        "probability that training drops an n-gram of a sequence; reduces overfitting",
         high=0.99,
     )
     key_shift: int = setting(
@@ -114,9 +114,7 @@ class Hyperparameters:
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto", "model", "dtype of matmuls; auto picks bfloat16 if the device supports it natively"
     )
-    seed: int = setting(
-        1337, "model", "seed of the initial weights and of --shuffle; nothing else is random", low=0
-    )
+    seed: int = setting(1337, "model", "seed of the initial weights and of --shuffle", low=0)
 
     batch_size: int = setting(512, "training", "sequences per step, summed over all processes")
     sequence_length: int = setting(1024, "training", "tokens per sequence")
@@ -255,7 +253,7 @@ PRESETS = {
             batch_size=16, sequence_length=256,
             num_iterations=800, warmdown_iters=640,
             learning_rate=0.004, muon_learning_rate=0.001,
-            val_loss_every=100, val_tokens=0, target_val_loss=0.0,
+            val_loss_every=100, val_tokens=0, target_val_loss=0.0, save_every=200,
         ),
     ),
 }  # fmt: skip
@@ -299,11 +297,11 @@ def parse_args(argv):
     # The first pass only finds the preset, whose values become the defaults of the second pass.
     preset = parser.parse_known_args(argv)[0].preset
     parser.set_defaults(**PRESETS[preset][1])
-    # The data may replace defaults, too. What the command line says always counts.
+    # The data replace two defaults. Values on the command line take precedence.
     args = parser.parse_args(argv)
     parser.set_defaults(vocab_size=vocab_size_of(args.train_files, args.vocab_size))
     if args.val_files != parser.get_default("val_files"):
-        parser.set_defaults(target_val_loss=0.0)  # the target of other data
+        parser.set_defaults(target_val_loss=0.0)  # the default target is for other data
     values = vars(parser.parse_args(argv))
     del values["preset"]
     return Hyperparameters(**values)
@@ -423,7 +421,7 @@ class NgramTable(nn.Module):
     """A second embedding table, indexed by hashes of the last 2, 3, ... max_ngram tokens.
 
     The rows found for a position are summed. The gradient is sparse. While gradients are enabled,
-    a fraction `dropout` of the rows is left out, and the others are scaled up to compensate.
+    n-grams are dropped with probability `dropout`, and the others are scaled up to compensate.
     """
 
     def __init__(self, args):
@@ -454,10 +452,14 @@ class NgramTable(nn.Module):
     def survives_dropout(self, ngrams, inputs):
         """Return a mask of the n-grams that dropout keeps, shaped like `ngrams`.
 
-        The choice is a hash of the n-gram and of all inputs of its sequence. Unlike a random
-        number, it depends on neither the number of ranks nor earlier batches.
+        The mask is a hash of the n-gram and of the sum of its sequence's tokens. Unlike random
+        numbers, it depends on neither the number of ranks nor earlier batches. All copies of an
+        n-gram in a sequence are kept, or all are dropped. The sum includes later tokens, but the
+        model cannot learn anything from the hash.
         """
         salt = 2 * inputs.sum(1)[:, None, None] + 1  # odd, so that no bits of the n-gram are lost
+        # Multiplicative hashing: the highest 20 bits of the product are mixed best. The multiplier
+        # is that of Knuth's MMIX generator.
         random = ngrams * salt * 6364136223846793005 >> 44  # uniform in [-2**19, 2**19)
         return random >= (self.dropout - 0.5) * 2**20
 
@@ -558,7 +560,8 @@ def gram(X):
     if X.is_cuda or M < 512 or N < 2 * M:
         return X @ X.mT
     # The result is symmetric. For a large matrix a CPU is faster if it computes three of the four
-    # blocks and copies the fourth. A GPU would lose more by the extra launches.
+    # blocks and copies the fourth. On a GPU, the additional kernel launches would probably cost
+    # more.
     half = M // 2
     top = X[..., :half, :]
     bottom = X[..., half:, :]
@@ -573,18 +576,19 @@ def gram(X):
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     """Orthogonalize G = U S V^T with five Newton-Schulz iterations: return approximately U V^T.
 
-    G: (M, N) or (K, M, N), of any float dtype and scale; it is not modified. dtype: dtype of
-    the matmuls. Returns a bfloat16 tensor of the same shape, whose singular values are close to
-    1, but not exactly 1. Raises ValueError if G is not 2-D or 3-D.
+    G: (M, N) or (K, M, N), of any float dtype; it is not modified. If its norm is below 1e-6, the
+    result is smaller. dtype: dtype of the matmuls. Returns a bfloat16 tensor of the same shape.
+    Raises ValueError if G is not 2-D or 3-D.
 
     An iteration replaces X with a X + B X, where B = b A + c A A and A = X X^T. It turns a singular
-    value s into a s + b s^3 + c s^5, which is closer to 1.
+    value s into a s + b s^3 + c s^5, so that small ones grow quickly. After five iterations, all
+    but the smallest lie between 0.7 and 1.2.
     Source: https://kellerjordan.github.io/posts/muon/
     """
     if G.ndim not in (2, 3):
         raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix or a stack of matrices")
     a, b, c = 3.4445, -4.7750, 2.0315
-    # multiply_add(Z, X, Y, beta, alpha) returns beta Z + alpha X Y, rounded once.
+    # multiply_add(Z, X, Y, beta, alpha) returns beta Z + alpha X Y.
     multiply_add = torch.addmm if G.ndim == 2 else torch.baddbmm
     # The Frobenius norm is computed in float64, because squaring 1e30 overflows float32. It is
     # faster to take the norms of the rows first.
@@ -595,7 +599,7 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     m, n = sorted(G.shape[-2:])
     # If one side is at least twice the other, it is cheaper to compose iterations: multiply the
     # (m, m) factors of the first two together, and then of the last three, so that X is
-    # multiplied only twice. Composing more than three would lose precision.
+    # multiplied only twice. Composing all five loses too much precision in bfloat16.
     schedule = (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1)
     for iterations in schedule:
         A = gram(X.mT if tall else X)  # (m, m)
@@ -754,13 +758,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def matrix_cost(p):
-    """Return the number of multiplications in one Newton-Schulz iteration on a matrix."""
+    """Return the number of multiplications that zeropower_via_newtonschulz5 needs for a matrix."""
     m, n = sorted(p.flatten(1).shape)
-    return m * m * (m + 2 * n)
+    if n >= 2 * m:
+        return m * m * (14 * m + 4 * n)
+    return m * m * (5 * m + 10 * n)
 
 
 def stacks_of(params):
-    """Split params into stacks, the most expensive first.
+    """Split params into stacks, sorted by the cost of one matrix, the most expensive first.
 
     Up to eight matrices of the same shape, with at most 2**20 entries together, form a stack and
     share batched matmuls. Stacks must not depend on the number of ranks, because the size of a
@@ -817,9 +823,11 @@ def crc32_of_file(path):
 
 @functools.lru_cache(2)
 def shuffled_starts(seed, epoch, total_tokens, T):
-    """Return where an epoch's sequences of T tokens start, in random order.
+    """Return the positions at which the sequences of an epoch start, in random order.
 
-    They are consecutive; the first starts at a random position, so that epochs differ.
+    The first sequence of T tokens starts at a random position below T, the next one where it ends,
+    and so on. The last one may wrap around to the start of the stream. An epoch leaves out
+    total_tokens % T tokens.
     """
     generator = np.random.default_rng((seed, epoch))
     return generator.integers(T) + T * generator.permutation(total_tokens // T)
@@ -892,7 +900,8 @@ class DistributedDataLoader:
             part = np.fromfile(path, "<u2", min(count, tokens_left), offset=offset)
             if part.max() >= self.vocab_size:
                 raise DataError(
-                    f"{path} holds token {part.max()}, but vocab_size={self.vocab_size}"
+                    f"{path} holds token {part.max()}, but vocab_size={self.vocab_size}: use "
+                    f"train_files and val_files of the same encoding, or raise --vocab_size"
                 )
             parts.append(part)
             start += len(part)
@@ -918,18 +927,19 @@ class DistributedDataLoader:
         return inputs.clone(memory_format=layout), targets.clone(memory_format=layout)
 
     def read_sequences(self, first, count):
-        """Return `count` sequences of the run, from number `first`: uint16 of shape (count, T + 1).
+        """Return the sequences number `first` to `first + count - 1` of the run.
 
-        The last token of a sequence is only a target.
+        They are a uint16 array of shape (count, T + 1). The last token of a sequence is only a
+        target.
         """
         if self.shuffle_seed is None:
             tokens = self.read(first * self.T, count * self.T + 1)
             return np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[:: self.T]
         sequences = []
-        for i in range(first, first + count):
-            epoch, i = divmod(i, self.total_tokens // self.T)
+        for number in range(first, first + count):
+            epoch, index = divmod(number, self.total_tokens // self.T)
             starts = shuffled_starts(self.shuffle_seed, epoch, self.total_tokens, self.T)
-            sequences.append(self.read(starts[i], self.T + 1))
+            sequences.append(self.read(starts[index], self.T + 1))
         return np.stack(sequences)
 
     def advance(self):
@@ -949,12 +959,16 @@ class DistributedDataLoader:
         return f"{total % 2**48:012x}"
 
     def fingerprint(self):
-        """Return a checksum of the tokens just before position and of the next token.
+        """Return a checksum of the last sequences read and of the next token or sequence.
 
         Returns None if a shard has changed, so that a checkpoint can still be saved.
         """
-        start = max(0, self.position - 100_000)
         try:
+            if self.shuffle_seed is not None:
+                last = self.position // self.T
+                first = max(0, last - 100_000 // self.T)
+                return zlib.crc32(self.read_sequences(first, last + 1 - first).tobytes())
+            start = max(0, self.position - 100_000)
             return zlib.crc32(self.read(start, self.position + 1 - start))
         except (DataError, OSError):
             return None
@@ -1328,7 +1342,10 @@ def write_checkpoint(state, path, log):
 
 
 def save_weights(gpt, val_loss, path, log, args):
-    """Write the weights alone, on rank 0; return False if that fails. UserError: not finite."""
+    """Write only the weights (rank 0 does it); return whether this succeeded.
+
+    Raises UserError if a weight is not finite.
+    """
     weights = dict(
         hyperparameters=vars(args),
         dtype=str(gpt.dtype),
@@ -1360,7 +1377,6 @@ def save_checkpoint(gpt, optimizers, train_loader, log, args):
         dtype=str(gpt.dtype),
         val_hash=log.val_hash,
         train_seconds=log.seconds["train"],
-        best_loss=log.best_loss,
         files=kept,
         model=gpt.state_dict(),
         optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
@@ -1412,6 +1428,16 @@ def find_checkpoint(args, log):
     return None
 
 
+def find_best_loss(log):
+    """Set log.best_loss to the loss of best.pt, so that only a lower one replaces it."""
+    path = log.folder / "best.pt"
+    if is_complete(path):
+        with reporting_bad_checkpoint(path):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if state["val_hash"] == log.val_hash:
+                log.best_loss = state.get("val_loss")
+
+
 def is_complete(path):
     """Return whether a file that write_checkpoint wrote is there and undamaged."""
     # If a file ends with the crc32 of the bytes before it, its own crc32 is this constant.
@@ -1457,7 +1483,6 @@ def load_run_state(path, state, gpt, optimizers, train_loader, log):
             load_optimizer(optimizer, saved)
         train_loader.load_state_dict(state["train_loader"])
         log.seconds["train"] = float(state["train_seconds"])
-        log.best_loss = state.get("best_loss")
         # A run deletes only checkpoints that it wrote, listed in "files". A foreign checkpoint may
         # list any name, so names that are not checkpoints in this folder are ignored.
         existing = {checkpoint.name for checkpoint in checkpoints_in(log.folder)}
@@ -1471,12 +1496,20 @@ def load_init(args, gpt):
         raise UserError(f"--init={path} is not a complete file of weights, such as model.pt")
     with reporting_bad_checkpoint(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
+        saved_args = state["hyperparameters"]
+        if saved_args["vocab_size"] != args.vocab_size:
+            raise UserError(
+                f"--init={path} was trained with vocab_size={saved_args['vocab_size']}, not "
+                f"{args.vocab_size}: pack the data with the encoding of that run"
+            )
         fixes = []
         for field in dataclasses.fields(args):
-            saved = state["hyperparameters"].get(field.name, field.default)
-            of_model = field.metadata.get("group") == "model"
-            of_model &= field.name not in ("seed", "dtype")
-            if of_model and saved != getattr(args, field.name):
+            if field.metadata.get("group") != "model":
+                continue
+            if field.name in ("seed", "dtype", "ngram_dropout"):
+                continue
+            saved = saved_args.get(field.name, field.default)
+            if saved != getattr(args, field.name):
                 fixes.append(f"--{field.name}={saved}")
         if fixes:
             raise UserError(f"--init={path} holds another model: pass {' '.join(fixes)}")
@@ -1518,6 +1551,7 @@ def resume(args, gpt, optimizers, train_loader, log):
     If args.resume names a file, newer checkpoints in its folder are renamed, so that resume=auto
     skips them.
     """
+    on_all_ranks(find_best_loss, log)
     path, state = on_all_ranks(find_checkpoint, args, log) or (None, None)
     step = None if state is None else state["step"]
     check_ranks_agree({"the step of the checkpoint": step}, "put log_dir on a shared filesystem")
@@ -1720,6 +1754,11 @@ def open_data(args, rank, world_size, device):
     val_loader = DistributedDataLoader(args.val_files, micro_batch * world_size, *shared)
     T = args.sequence_length
     max_val_tokens = (val_loader.total_tokens - 1) // T * T
+    if max_val_tokens == 0:
+        raise UserError(
+            f"{args.val_files!r} holds {val_loader.total_tokens} tokens, but a sequence needs "
+            f"{T + 1}: add validation text, or lower --sequence_length"
+        )
     val_tokens = val_tokens_of(args, val_loader)
     if val_tokens % T or not 0 < val_tokens <= max_val_tokens:
         raise UserError(
@@ -1841,7 +1880,12 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
 
 
 def resume_command(run_id, world_size):
-    """Return the command that continues a run. run.sh says in RUN_COMMAND how it was called."""
+    """Return the command that continues a run.
+
+    run.sh exports RUN_COMMAND, the command as the user typed it.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:  # several machines
+        return f"the same command with --run_id={run_id} --resume=auto"
     processes = f"torchrun --standalone --nproc_per_node={world_size}"
     launcher = "python" if world_size == 1 else processes
     command = os.environ.get("RUN_COMMAND", f"{launcher} {shlex.join(sys.argv)}")
@@ -1875,11 +1919,14 @@ def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
         log(f"resume={args.resume}: continuing after step {first_step}")
     if epochs(args, train_loader) > 10:
         times = f"{epochs(args, train_loader):.0f} times"
-        log(f"reading the training text {times}: expect overfitting; add text or train less")
+        log(
+            f"this run reads the training text {times}, so expect overfitting: add text, or lower "
+            f"--num_iterations"
+        )
     log("compiling (up to a minute)")
-    if args.init:
-        log(f"the weights of {args.init} are the start of this run")
-    else:
+    if first_step == 0 and args.init:
+        log(f"starting from the weights in {args.init}")
+    elif first_step == 0:
         log("a high first loss is expected: an untrained tied head predicts the input token")
     with log.timed("compile"):
         seconds_per_micro_batch = warm_up(gpt, args, val_loader)

@@ -517,6 +517,17 @@ def test_a_shuffled_epoch_reads_every_sequence_once(tmp_path):
     assert shuffled(pattern, seed=8).next_batch()[0].tolist() != epochs[0][:4]
 
 
+def test_a_shuffled_run_notices_text_added_while_it_was_stopped(tmp_path):
+    pattern = fresh_shards(tmp_path, [range(100)])
+    loader = shuffled(pattern)
+    loader.next_batch()
+    same = shuffled(pattern, position=loader.position)
+    assert same.fingerprint() == loader.fingerprint()
+    write_shard(tmp_path / "s_9.bin", range(100, 150))
+    longer = shuffled(pattern, position=loader.position)
+    assert longer.fingerprint() != loader.fingerprint()
+
+
 def test_a_shuffled_order_depends_on_neither_the_ranks_nor_an_interruption(tmp_path):
     pattern = fresh_shards(tmp_path, [range(100)])
     alone = shuffled(pattern)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import TINY, both_dtypes, run_ranks
 from plain import PlainMuon, plain_newton_schulz
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt2
 from train_gpt2 import GPT, Hyperparameters, Muon, StopRequest, zeropower_via_newtonschulz5
@@ -427,10 +428,17 @@ def test_ranks_share_the_cost_as_well_as_possible(n_layer, n_embd):
         assert muons[0].owner == muons[1].owner and set(muons[0].owner) == set(params)
         costs = [0] * ranks
         for p, owner in muons[0].owner.items():
-            costs[owner] += C * C * (C + 2 * max(p.shape))
+            costs[owner] += train_gpt2.matrix_cost(p)
         assert costs == muons[0].loads
-        best = least_possible(4 * n_layer, 2 * n_layer, 3 * C**3, 9 * C**3, ranks)
+        best = least_possible(4 * n_layer, 2 * n_layer, 15 * C**3, 30 * C**3, ranks)
         assert max(costs) <= 1.02 * best
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (48, 60), (48, 200), (200, 48), (96, 48)])
+def test_the_cost_of_a_matrix_is_what_newton_schulz_multiplies(shape):
+    with FlopCounterMode(display=False) as counter:
+        zeropower_via_newtonschulz5(torch.randn(shape), torch.float32)
+    assert counter.get_total_flops() == 2 * train_gpt2.matrix_cost(torch.empty(shape))
 
 
 def test_more_ranks_than_matrices():

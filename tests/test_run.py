@@ -170,6 +170,16 @@ def test_the_weights_of_the_best_validation_stay_where_the_text_repeats(tiny, tm
     best = torch.load(folder / "best.pt", weights_only=True)
     assert best["val_loss"] == 3.0
     assert best.keys() == torch.load(folder / "model.pt", weights_only=True).keys()
+
+    # Started again without a checkpoint, as after a power cut, the run keeps the better weights.
+    (folder / "model.pt").unlink()
+    (tmp_path / "logs" / "again.txt").unlink()
+    made_up = iter([5.0, 4.0, 4.0, 3.5])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "evaluate", lambda *arguments: next(made_up))
+        main(Hyperparameters(**{**fields, "run_id": "again", "resume": "auto"}))
+    assert torch.load(folder / "best.pt", weights_only=True)["val_loss"] == 3.0
+
     main(Hyperparameters(**{**fields, "num_iterations": 6, "warmdown_iters": 0, "run_id": "once"}))
     assert not (tmp_path / "logs" / "once" / "best.pt").exists()
 

@@ -12,6 +12,7 @@ import dataclasses
 import glob
 import itertools
 import json
+import math
 import os
 import platform
 import re

@@ -166,15 +166,6 @@ def measure(run):
 
 
 # ---- What is printed ----------------------------------------------------------------------------
-def newton_schulz_flops(shape):
-    """Return the floating-point operations of Muon's five iterations on an (M, N) matrix."""
-    m, n = sorted(shape)
-    # For a wide matrix two and three iterations share their products with X.
-    groups = (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1)
-    # Of a group: 2 products with X and 1 of (m, m), and 4 of (m, m) for each further iteration.
-    return sum(4 * m * m * n + 2 * m**3 + (count - 1) * 8 * m**3 for count in groups)
-
-
 def flops(run):
     """Return {part: floating-point operations of this rank in a step}.
 
@@ -189,7 +180,7 @@ def flops(run):
     for optimizer in run.optimizers:
         for p, rank in getattr(optimizer, "owner", {}).items():
             if rank == loader.rank:
-                newton_schulz += newton_schulz_flops(p.flatten(1).shape)
+                newton_schulz += 2 * train_gpt2.matrix_cost(p)
     return {
         "forward": tokens * (head + (everything - head) / 3),
         "backward": tokens * (everything - head) * 2 / 3,

@@ -43,9 +43,13 @@ def find(path, log_dir="logs"):
 
 def of_most_steps(folder):
     """Return the weights in a run's folder that were trained for the most steps.
-    Of a checkpoint and model.pt after equally many steps, return model.pt, which has a val_loss."""
+    Of a checkpoint and model.pt after equally many steps, return model.pt, which has a val_loss.
+    best.pt is returned if there is nothing else."""
     checkpoints = sorted(folder.glob("state_step*[0-9].pt"))  # the numbers are padded with zeros
     final = folder / "model.pt"
+    best = folder / "best.pt"
+    if not checkpoints and not final.is_file() and best.is_file():
+        return best
     if not (checkpoints or final.is_file()):
         raise UserError(f"{folder} holds no weights: give a run's folder or a file")
     if not checkpoints:
@@ -121,7 +125,13 @@ def manifest_of(args):
 
     Without a manifest it says nothing of the encoding and of the splits.
     """
-    return pack.read_manifest(ROOT / Path(args.train_files).parent / "manifest.json")
+    manifest = pack.read_manifest(ROOT / Path(args.train_files).parent / "manifest.json")
+    # The folder may have been packed again, with another encoding, after this run.
+    if manifest.get("vocab_size", 0) > args.vocab_size or (
+        manifest.get("encoding") == "bytes" and args.vocab_size > 1024
+    ):
+        return {}
+    return manifest
 
 
 def encoding_of(args, name=""):

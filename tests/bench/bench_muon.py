@@ -79,8 +79,9 @@ def seconds_of_step(optimizer):
     return time.perf_counter() - start
 
 
-def steps_per_turn(shapes):
-    return 5 if sum(m * n for m, n in shapes) < 2**23 else 1
+def steps_per_turn(shapes, dtype):
+    """Return 5 for a small set, or 1 where torch.optim.Muon would need minutes for that."""
+    return 5 if dtype == torch.bfloat16 and sum(m * n for m, n in shapes) < 2**23 else 1
 
 
 def contender(script, dtype, shapes, rank, world_size, folder, pipe):
@@ -116,7 +117,7 @@ def contender(script, dtype, shapes, rank, world_size, folder, pipe):
     optimizer = make(random_parameters(shapes))
     seconds_of_step(optimizer)
     pipe.send(None)
-    steps = steps_per_turn(shapes)
+    steps = steps_per_turn(shapes, dtype)
     while pipe.recv():
         pipe.send(sum(seconds_of_step(optimizer) for _ in range(steps)) / steps)
 
@@ -147,7 +148,7 @@ def compare(title, shapes, scripts, dtype, rounds, world_size):
     print(
         f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {world_size} process(es) with "
         f"{torch.get_num_threads() if world_size == 1 else 1} thread(s), {rounds} rounds "
-        f"of {steps_per_turn(shapes)} step(s); matmuls in {dtype}, {LIBRARY}'s in torch.bfloat16"
+        f"of {steps_per_turn(shapes, dtype)} step(s); matmuls in {dtype}, {LIBRARY}'s in torch.bfloat16"
     )
     print(f"{'':18s} {'median ms':>10s} {'range':>19s} {'/ ours':>8s} {'range':>13s}")
     teams = {}
