@@ -601,14 +601,15 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     # (m, m) factors of the first two together, and then of the last three, so that X is
     # multiplied only twice. Composing all five loses too much precision in bfloat16.
     schedule = (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1)
+    if n >= 2 * m:
+        identity = torch.eye(m, dtype=dtype, device=G.device)
     for iterations in schedule:
         A = gram(X.mT if tall else X)  # (m, m)
         B = multiply_add(A, A, A, beta=b, alpha=c)
         if iterations == 1:
             X = multiply_add(X, X, B, beta=a) if tall else multiply_add(X, B, X, beta=a)
             continue
-        P = B.clone()
-        P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a I + B
+        P = torch.add(B, identity, alpha=a)  # a I + B
         for _ in range(iterations - 1):
             A = multiply_add(A, B, A, beta=a)
             A = multiply_add(A, A, B, beta=a)  # (a I + B) A (a I + B), the next iteration's A

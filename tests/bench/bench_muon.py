@@ -148,7 +148,8 @@ def compare(title, shapes, scripts, dtype, rounds, world_size):
     print(
         f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {world_size} process(es) with "
         f"{torch.get_num_threads() if world_size == 1 else 1} thread(s), {rounds} rounds "
-        f"of {steps_per_turn(shapes, dtype)} step(s); matmuls in {dtype}, {LIBRARY}'s in torch.bfloat16"
+        f"of {steps_per_turn(shapes, dtype)} step(s); matmuls in {dtype}, "
+        f"{LIBRARY}'s in torch.bfloat16"
     )
     print(f"{'':18s} {'median ms':>10s} {'range':>19s} {'/ ours':>8s} {'range':>13s}")
     teams = {}
