@@ -142,7 +142,7 @@ def test_val_tokens_0_validates_on_all_of_val_files_up_to_1m(tiny, tmp_path):
     assert "\nhyperparameter val_tokens=384\n" in log
     loader = SimpleNamespace(total_tokens=10**8, T=1000)
     assert train_gpt2.val_tokens_of(Hyperparameters(val_tokens=0), loader) == 1_048_000
-    with pytest.raises(UserError, match="val_tokens=0 must be a multiple of 512 up to 0, the num"):
+    with pytest.raises(UserError, match="holds 400 tokens, but a sequence needs 513: add"):
         fields |= {"val_tokens": 0, "sequence_length": 512, "batch_size": 1}
         main(Hyperparameters(**fields))
 
@@ -185,7 +185,7 @@ def test_the_weights_of_the_best_validation_stay_where_the_text_repeats(tiny, tm
 
 
 def test_a_plan_that_repeats_its_text_much_says_so(tiny, capsys):
-    said = "reading the training text {} times: expect overfitting"
+    said = "this run reads the training text {} times, so expect overfitting"
     assert train_gpt2.epochs(Hyperparameters(**{**tiny, "num_iterations": 160}),
                              train_loader(Hyperparameters(**tiny))) == 160 * 192 / 3000  # fmt: skip
     fields = {**tiny, "batch_size": 186, "device_batch_size": 186, "allow_repeat": True}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import check
 import pytest
 import step_profile
 import torch
@@ -202,7 +201,7 @@ def test_the_clocks_compile_nothing_anew(fields, monkeypatch):
 def test_the_right_figure_where_the_peak_is_known(dtype, fields, monkeypatch, capfd):
     """It is that of bf16 products; of float32 ones none is known."""
     args = Hyperparameters(**{**fields, "dtype": dtype})
-    monkeypatch.setitem(PEAK_FLOPS, check.device_name(torch.device("cpu")), 1e12)
+    monkeypatch.setitem(PEAK_FLOPS, train_gpt2.device_name(torch.device("cpu")), 1e12)
     work = step_profile.flops(step_profile.set_up(args))
     work["step"] = sum(work.values())
     step_profile.main(args)

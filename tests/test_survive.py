@@ -491,7 +491,7 @@ def test_a_run_starts_from_the_weights_of_another(processes, tiny, weights, caps
         assert done.returncode == 0, done.stderr
         rows = validations(done.stdout)
         assert rows[0][:2] == (0, pytest.approx(last, abs=2e-4)) and rows[-1][1] < last
-        assert f"the weights of {path} are the start of this run\n" in done.stdout
+        assert f"starting from the weights in {path}\n" in done.stdout
         assert "a high first loss" not in done.stdout
         assert "already finished" in run_forked({**fields, "resume": "auto"}, processes).stdout
     folders = [
@@ -514,7 +514,10 @@ def test_a_stopped_run_that_started_from_weights_goes_on_without_them(tiny, weig
     "changes, sentence",
     [
         ({"n_embd": 32, "n_layer": 1}, "holds another model: pass --n_layer=2 --n_embd=16"),
-        ({"vocab_size": 96}, "model.pt holds another model: pass --vocab_size=64"),
+        (
+            {"vocab_size": 96},
+            "was trained with vocab_size=64, not 96: pack the data with",
+        ),
         ({"n_head": 1, "key_shift": 1}, "another model: pass --n_head=2 --key_shift=0"),
         ({"init": "nowhere.pt"}, "--init=nowhere.pt is not a complete file of weights, such as"),
         ({"init": __file__}, "is not a complete file of weights, such as model.pt"),

@@ -25,11 +25,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 TOOLS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TOOLS.parent.parent), str(TOOLS)]
-from check import device_name  # noqa: E402
 from runlog import PEAK_FLOPS, flops_per_token  # noqa: E402
 
 import train_gpt2  # noqa: E402
-from train_gpt2 import UserError  # noqa: E402
+from train_gpt2 import UserError, device_name  # noqa: E402
 
 PLAIN, TIMED, TRACED = 5, 5, 3  # steps; the first also makes the optimizers' states
 

@@ -17,9 +17,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "records" / "tools")]
-from check import device_name  # noqa: E402
-
 import train_gpt2  # noqa: E402
+from train_gpt2 import device_name  # noqa: E402
 
 
 def spread(values):

@@ -146,11 +146,11 @@ def work(name, settings, rank, world_size, rendezvous):
     import torch
     import torch._dynamo
     import torch.distributed as dist
-    from check import device_name
     from levers import LEVERS
     from runlog import PEAK_FLOPS, flops_per_token
 
     import train_gpt2
+    from train_gpt2 import device_name
 
     def say(**values):
         print(json.dumps(values), file=answer, flush=True)
