@@ -594,7 +594,8 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     # faster to take the norms of the rows first.
     row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=torch.float64)
     frobenius = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
-    X = (G / (frobenius + 1e-7).to(G.dtype)).to(dtype)
+    wider_dtype = torch.promote_types(G.dtype, dtype)
+    X = (G / (frobenius + 1e-7).to(wider_dtype)).to(dtype)
     tall = G.size(-2) > G.size(-1)  # then the iteration is X = a X + X B with A = X^T X
     m, n = sorted(G.shape[-2:])
     # If one side is at least twice the other, it is cheaper to compose iterations: multiply the

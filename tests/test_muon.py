@@ -523,6 +523,8 @@ class Tokens:
     """A loader of one batch, for what train() asks of one when no step is left."""
 
     batch_size = T = 12
+    tokens_per_step = 144
+    total_tokens = 10**6
 
     def __init__(self, rank):
         self.rank, self.position = rank, 0
