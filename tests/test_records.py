@@ -403,6 +403,7 @@ LEGAL = {  # settings that a resumed run may have otherwise, and another value o
     "save_every": 7,
     "keep_checkpoints": 9,
     "resume": "auto",
+    "init": "logs/other/model.pt",
     "log_dir": "other",
     "run_id": "other",
     "device": "cuda",

@@ -38,7 +38,7 @@ RENAMED_SETTINGS = {"ngrams": "max_ngram", "key_offset": "key_shift"}  # old nam
 # what a script does that lacks a setting: these once could be chosen, or can be since
 IMPLIED = {"muon_coefficients": "quintic", "attention": "auto", "dtype": "auto"}
 IMPLIED |= {"max_ngram": 0, "ngram_rows": 2**18, "key_shift": 0, "logit_softcap": 0.0}
-IMPLIED |= {"init": ""}
+IMPLIED |= {"init": "", "ngram_dropout": 0.0, "shuffle": False}
 
 
 def flops(parameters, n_layer, n_embd, sequence_length):
