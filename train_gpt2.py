@@ -243,7 +243,7 @@ PRESETS = {
         ),
     ),
     "text": (
-        "for your own text, which `bash run.sh pack` writes to data/mine",
+        "for your own text, packed into data/mine; 3 minutes of training on 2 cores",
         dict(
             train_files="data/mine/train_*.bin",
             val_files="data/mine/val_*.bin",
