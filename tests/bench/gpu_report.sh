@@ -118,7 +118,7 @@ plain() {
         --rounds=5 --steps=1 --cold=False
 }
 muon() {
-    if [ "$device" = cpu ]; then local less=(--only="CPU record" --rounds=2); else local less=(); fi
+    if [ "$device" = cpu ]; then local less=(--only="4 layers x 128" --rounds=2); else local less=(); fi
     run_part muon "$python" tests/bench/bench_muon.py "${less[@]}"
 }
 tests() { run_part tests "$python" -m pytest -v -m cuda tests/test_cuda.py \
