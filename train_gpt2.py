@@ -251,9 +251,9 @@ PRESETS = {
             vocab_size=257, n_layer=4, n_head=2, n_embd=128,
             max_ngram=6, ngram_rows=2**18, ngram_dropout=0.6, key_shift=1, logit_softcap=15.0,
             batch_size=16, sequence_length=256,
-            num_iterations=920, warmdown_iters=740,
+            num_iterations=1040, warmdown_iters=840,
             learning_rate=0.004, muon_learning_rate=0.0015,
-            val_loss_every=230, val_tokens=0, target_val_loss=0.0, save_every=230,
+            val_loss_every=260, val_tokens=0, target_val_loss=0.0, save_every=260,
         ),
     ),
 }  # fmt: skip
