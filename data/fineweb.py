@@ -20,17 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from shards import file_sha256, shard_size
 
 HERE = Path(__file__).resolve().parent
 MANIFEST = json.loads((HERE / "fineweb.json").read_text())
-SOURCE = {
-    "repo_id": MANIFEST["repository"],
-    "repo_type": "dataset",
-    "revision": MANIFEST["revision"],
-}
+SOURCE = dict(repo_id=MANIFEST["repository"], repo_type="dataset", revision=MANIFEST["revision"])
 LAST_SHARD = 103
 
 

@@ -41,10 +41,8 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from shards import read_manifest, write_shard
+from tqdm import tqdm
 
 FEW = 10  # documents, too few to hold out whole ones
 SHARD_TOKENS = 100_000_000

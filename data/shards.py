@@ -113,39 +113,28 @@ def read_manifest(path):
 
 def verify(folder):
     """Return the manifest of a packed folder. Raises ValueError if its shards are not as listed."""
-    if (folder / ".pack").exists():
-        raise ValueError(
-            f"{folder} is incomplete: {folder / '.pack'} exists until data/pack.py has finished; "
-            f"run the same data/pack.py command again"
-        )
     path = folder / "manifest.json"
     manifest = read_manifest(path)
+    again = "run the same data/pack.py command again"
+    if (folder / ".pack").exists():
+        raise ValueError(f"{folder} is incomplete, because data/pack.py was interrupted: {again}")
     if not manifest["shards"]:
-        raise ValueError(
-            f"{path} does not exist or lists no shard: only a folder that data/pack.py wrote can "
-            f"be verified; pack it again (data/fineweb.py verifies its own shards when it runs)"
-        )
+        raise ValueError(f"{path} does not exist or lists no shard: give a folder of data/pack.py")
     for shard in sorted(folder.glob("*.bin")):
         if shard.name not in manifest["shards"]:
             raise ValueError(
-                f"{shard} is not listed in {path}, but training could read it: only the listed "
-                f"shards may be in the folder; move it away"
+                f"{shard} is not listed in {path}, but training reads it: move it away"
             )
     for name, sha256 in manifest["shards"].items():
         shard_size(folder / name)
         found = file_sha256(folder / name)
         if found != sha256:
-            raise ValueError(
-                f"{folder / name} has sha256 {found}, but {path} lists {sha256}: "
-                f"run the same data/pack.py command again"
-            )
+            raise ValueError(f"{folder / name} has sha256 {found} instead of {sha256}: {again}")
     return manifest
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Verify the shards that data/pack.py wrote.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder that data/pack.py wrote")
     folder = parser.parse_args().folder
     try:
