@@ -74,7 +74,7 @@ def write_lines(path, texts):
 def test_bytes_are_packed_in_path_order_and_held_out_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "SHARD_TOKENS", 1000)
     texts = {f"d{i % 3}/f{i}.py": f"{i} {text}" for i, text in enumerate(TEXTS[:40])}
-    source, out = tmp_path / "source", tmp_path / "source" / "out"
+    source, out = tmp_path / "source", tmp_path / "out"
     for name, text in {**texts, "version.py": "no", "note.txt": "no", "empty.py": ""}.items():
         path = source / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,9 +95,6 @@ def test_bytes_are_packed_in_path_order_and_held_out_by_name(tmp_path, monkeypat
     assert manifest["skipped"] == 1
     assert (out / "skipped.txt").read_text() == "empty.py:1 is empty\n"
     assert {path.suffix for path in out.iterdir()} == {".bin", ".json", ".txt"}  # nothing half
-    before = all_files(out)
-    packed(out, source, *choice)  # reads none of its own output
-    assert all_files(out) == before
 
 
 @needs_books
@@ -192,7 +189,8 @@ def test_added_documents_move_no_other_between_the_splits(tmp_path):
     texts = [f"{i} " * 10 for i in range(400)]
     before = {"train": set(), "val": set()}
     for count in (200, 400):
-        packed(tmp_path / "out", write_lines(tmp_path / "a.jsonl", texts[:count]))
+        write_lines(tmp_path / "a.jsonl", texts[:count])
+        packed(tmp_path / "out", tmp_path)  # reads none of its own output
         splits = {split: set(split_documents(tmp_path / "out", split)) for split in before}
         assert all(before[split] < splits[split] for split in splits)
         assert len(splits["train"]) + len(splits["val"]) == count
