@@ -220,8 +220,8 @@ def read_pieces(file, path, text_field):
     except ImportError:
         raise ValueError(f"{path} needs a package: pip install pyarrow") from None
     except Exception as error:  # of the disk or a library: the file is damaged or gone
-        fault = f"cannot be read on ({error})"
-        yield Piece(file, line + 1, "", file, not begun, fault)
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        yield Piece(file, line + 1, "", file, not begun, f"cannot be read on ({reason})")
 
 
 # -----------------------------------------------------------------------------
