@@ -10,7 +10,7 @@ Documents keep the order of the inputs; the files of a folder are sorted by rela
 document starts with the end-of-text token. A document is held out for validation if the hash of its
 name is below --val_fraction. The name is a file's relative path, or the text of a line or row, so
 added documents do not move others between the splits. Of up to ten documents, the end is held out
-instead: a fraction of all tokens. So it is where the hash would leave a split empty.
+instead: a fraction of all tokens. The same happens if the hash would leave a split empty.
 
 The output is DIR/train_000001.bin..., DIR/val_000000.bin..., DIR/manifest.json and DIR/skipped.txt.
 `python data/shards.py DIR` verifies it. The shards of an earlier pack are replaced after all text
@@ -134,9 +134,7 @@ def list_files(inputs, pattern, exclude, out):
         else:
             raise ValueError(f"{path} is neither a file nor a folder: give existing ones")
     if not files:
-        raise ValueError(
-            f"no file matches {pattern!r} in {', '.join(inputs)}: give another --pattern"
-        )
+        raise ValueError(f"no file matches {pattern!r}: give other inputs or another --pattern")
     return files
 
 
@@ -281,8 +279,7 @@ def tokenize(pieces, encoding, file, skip_bad):
         if piece.fault and not skip_bad:
             raise ValueError(
                 f"{piece.file}:{piece.line} {piece.fault}: correct it, give another --text_field, "
-                f"leave the file out with --exclude or --pattern, or pass --skip_bad to leave out "
-                f"bad documents"
+                f"leave out the file with --exclude or all bad documents with --skip_bad"
             )
         if piece.fault:
             faulty.append(piece)
@@ -314,10 +311,7 @@ def choose(lengths, keys, val_fraction):
     text = total - len(keys)  # without the end-of-text tokens
     held = text - int(text * (1 - val_fraction))
     if held == text:
-        raise ValueError(
-            "all documents are held out and none is left for training: give more documents, or "
-            "lower --val_fraction"
-        )
+        raise ValueError("all text is held out and none is left for training: lower --val_fraction")
     return np.array([[0, total - held]]), np.array([[total - held, total]])
 
 
@@ -365,9 +359,7 @@ def locked(folder):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"another pack writes into {folder}: wait for its end, or give another --out"
-            ) from None
+            raise ValueError(f"another pack writes into {folder}: wait for its end") from None
         yield
     finally:
         os.close(descriptor)

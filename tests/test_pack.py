@@ -239,7 +239,7 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
     ("arguments", "sentence"),
     [
         (("a.txt", "--val_fraction", 2), "--val_fraction=2.0 must be in 0..1"),
-        (("a.txt", "--val_fraction", 1), "all documents are held out"),
+        (("a.txt", "--val_fraction", 1), "all text is held out"),
         (("a.txt", "--encoding", "klingon"), "klingon is not available"),
         (("a.txt", "--encoding", "cl100k_base"), "100277 ids, but a shard's uint16 has room for"),
         (("nothing",), "nothing is neither a file nor a folder"),
