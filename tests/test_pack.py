@@ -149,6 +149,7 @@ def test_tiny_shakespeare_is_split_as_nanogpt_splits_it(tmp_path):
 def test_the_end_of_few_documents_is_held_out(tmp_path, monkeypatch, texts, fraction):
     """By tokens, although the hash of 1.txt would hold it out; of 11 documents, whole ones are."""
     monkeypatch.setattr(pack, "SHARD_TOKENS", 7001)
+    monkeypatch.setattr(pack, "CHUNK", 9_999)  # each text is read in three pieces
     names = [tmp_path / f"{i}.txt" for i in range(texts)]
     for i, name in enumerate(names):
         name.write_text(f"{i % 10} is a text, " * 2000)
