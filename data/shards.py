@@ -7,7 +7,6 @@ status 1 and one sentence if a shard is damaged, missing or not listed.
 """
 
 import argparse
-import fcntl
 import hashlib
 import itertools
 import json
@@ -47,14 +46,6 @@ def shard_size(path):
     return tokens
 
 
-def lock(file, sentence):
-    """Lock an open file. Raises ValueError(sentence) if another process holds the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(sentence) from None
-
-
 def file_sha256(path):
     """Return the sha256 of a file, 64 hex digits."""
     digest = hashlib.sha256()
@@ -83,47 +74,24 @@ def write_shard(path, tokens, arrays):
     return digest.hexdigest()
 
 
-# -----------------------------------------------------------------------------
-# Manifests
-JSON_TYPES = {dict: "an object", int: "an integer", str: "a string"}
+def listed_shards(manifest):
+    """Return {name: sha256} of the shards in a manifest.
 
-
-def read_json(path, **types):
-    """Return the JSON object in a file. Raises ValueError unless its fields have these types."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it is not JSON ({error})") from None
-    check_types(path, found, **types)
-    return found
-
-
-def check_types(where, found, **types):
-    """Raise ValueError unless `found`, decoded JSON, is an object whose fields have these types."""
-    if type(found) is not dict:
-        shown, fields = json.dumps(found)[:80], ", ".join(types)
-        raise ValueError(f"{where} is damaged: it holds {shown}, not an object with {fields}")
-    for name, expected in types.items():
-        value = found.get(name)
-        if type(value) is not expected:
-            shown = json.dumps(value)[:80]
-            raise ValueError(
-                f"{where} is damaged: {name} is {shown}, but must be {JSON_TYPES[expected]}"
-            )
-
-
-def check_sums(where, sums):
-    """Raise ValueError unless `sums` gives 64 hex digits for each file name."""
-    for name, digest in sums.items():
+    Raises ValueError, KeyError or TypeError if the manifest is not what data/pack.py writes.
+    """
+    shards = {}
+    for split in manifest["train"], manifest["val"]:
+        if not type(split["tokens"]) is type(split["bytes"]) is int:
+            raise ValueError("its tokens and bytes must be integers")
+        shards.update(split["sha256"])
+    for name, sha256 in shards.items():
         if not re.fullmatch(r"[\w.-]+\.bin", name):
-            raise ValueError(
-                f"{where} is damaged: it lists {name!r}, but may only list *.bin files"
-            )
-        if not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
-            shown = json.dumps(digest)[:80]
-            raise ValueError(
-                f"{where} is damaged: the sha256 of {name} is {shown}, but must be 64 hex digits"
-            )
+            raise ValueError(f"it lists {name!r}, but may only list *.bin files")
+        if not re.fullmatch("[0-9a-f]{64}", sha256):
+            raise ValueError(f"the sha256 of {name} is {sha256!r}, but must be 64 hex digits")
+    if type(manifest["encoding"]) is not str:
+        raise ValueError("its encoding must be a string")
+    return shards
 
 
 def read_manifest(path):
@@ -132,54 +100,41 @@ def read_manifest(path):
     Without a manifest, returns only an empty "shards". Raises ValueError if it is damaged.
     """
     try:
-        manifest = read_json(path, encoding=str, val_below=int, train=dict, val=dict)
-        manifest["shards"] = {}
-        for split in manifest["train"], manifest["val"]:
-            check_types(path, split, tokens=int, bytes=int, sha256=dict)
-            check_sums(path, split["sha256"])
-            manifest["shards"] |= split["sha256"]
-        return manifest
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        return {**manifest, "shards": listed_shards(manifest)}
     except FileNotFoundError:
         return {"shards": {}}
-    except ValueError as error:
-        raise ValueError(f"{error}; move it away and run data/pack.py again") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{path} is damaged ({reason}): move it away and run data/pack.py again"
+        ) from None
 
 
 def verify(folder):
     """Return the manifest of a packed folder. Raises ValueError if its shards are not as listed."""
-    if (folder / ".pack").exists():
-        raise ValueError(
-            f"{folder} is incomplete: {folder / '.pack'} exists until data/pack.py has finished; "
-            f"run the same data/pack.py command again"
-        )
     path = folder / "manifest.json"
     manifest = read_manifest(path)
+    again = "run the same data/pack.py command again"
+    if (folder / ".pack").exists():
+        raise ValueError(f"{folder} is incomplete, because data/pack.py was interrupted: {again}")
     if not manifest["shards"]:
-        raise ValueError(
-            f"{path} does not exist or lists no shard: only a folder that data/pack.py wrote can "
-            f"be verified; pack it again (data/fineweb.py verifies its own shards when it runs)"
-        )
+        raise ValueError(f"{path} does not exist or lists no shard: give a folder of data/pack.py")
     for shard in sorted(folder.glob("*.bin")):
         if shard.name not in manifest["shards"]:
             raise ValueError(
-                f"{shard} is not listed in {path}, but training could read it: only the listed "
-                f"shards may be in the folder; move it away"
+                f"{shard} is not listed in {path}, but training reads it: move it away"
             )
     for name, sha256 in manifest["shards"].items():
         shard_size(folder / name)
         found = file_sha256(folder / name)
         if found != sha256:
-            raise ValueError(
-                f"{folder / name} has sha256 {found}, but {path} lists {sha256}: "
-                f"run the same data/pack.py command again"
-            )
+            raise ValueError(f"{folder / name} has sha256 {found} instead of {sha256}: {again}")
     return manifest
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Verify the shards that data/pack.py wrote.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder that data/pack.py wrote")
     folder = parser.parse_args().folder
     try:
