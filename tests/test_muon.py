@@ -42,8 +42,6 @@ def relative(difference, whole):
 
 
 # ---- The iteration -------------------------------------------------------------------------------
-
-
 @both_dtypes
 @pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(32, 32), (64, 16), (16, 64), (1, 7), (7, 1), (3, 24, 48)])

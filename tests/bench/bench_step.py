@@ -1,9 +1,9 @@
 """Time training steps in turn: python tests/bench/bench_step.py [LEVER ...] [--field=value ...]
 
 Compares the script's step with the plain step of tests/plain.py, or with each named lever of
-tests/bench/levers.py; `all` names those that can run here. Each side has a process of its own, or
-two if its name ends with x2. In every round both sides take a few steps, in random order, so that
-a drifting machine slows both. The fields are Hyperparameters, and
+tests/bench/levers.py; `all` names those that can run here. Each side has a process of its own. In
+every round both take a few steps, in random order, so that a drifting machine slows both. The
+fields are Hyperparameters, and
 
     --rounds=9 --steps=3    number of rounds, and of steps in each
     --cold=False            True: start with an empty compiler cache
@@ -162,7 +162,6 @@ def take_steps(pipe, rank, world_size, folder, name, settings):
     """Answer a number of steps with their mean seconds, and 0 with memory, graphs and loss."""
     import torch
     import torch._dynamo
-    import torch.distributed as dist
     from levers import LEVERS
     from runlog import PEAK_FLOPS, flops_per_token
 
@@ -171,10 +170,7 @@ def take_steps(pipe, rank, world_size, folder, name, settings):
     run = SimpleNamespace(settings=settings, attention=None, plain=False, plain_compiled=False)
     LEVERS[name].change(train_gpt2, run)
     args = train_gpt2.Hyperparameters(**run.settings)
-    if world_size > 1:
-        meeting = f"file://{folder}/rendezvous"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
-    rank, world_size, device = train_gpt2.join_processes(args)
+    _, _, device = train_gpt2.join_processes(args)
     dtype = train_gpt2.product_dtype(args, device)
     torch.manual_seed(args.seed)
     gpt = train_gpt2.GPT(args, dtype).to(device)
@@ -211,18 +207,18 @@ def take_steps(pipe, rank, world_size, folder, name, settings):
 
 
 # ---- The table ----------------------------------------------------------------------------------
-def compare(script, lever, settings, options):
+def compare(lever, settings, options):
     """Measure the script's step and a lever in turn, and print a table of the two."""
+    from levers import LEVERS
+
     sides = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         try:
-            for each in script, lever:
+            for each in LEVERS["script"], lever:
                 environment = dict(each.environment)
-                if each.processes > 1:
-                    environment["OMP_NUM_THREADS"] = "1"
                 if options["cold"]:
                     environment["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/{each.name}"
-                team = Team(take_steps, each.processes, each.name, settings, **environment)
+                team = Team(take_steps, 1, each.name, settings, **environment)
                 sides.append(SimpleNamespace(name=each.name, team=team, seconds=[]))
                 sides[-1].figures = team.hear()[0]
             for _ in range(options["rounds"]):
@@ -288,11 +284,10 @@ def main(argv):
     print(f"command: python {' '.join(sys.argv)}\n{args}\n{options}", flush=True)
     print(f"torch {torch.__version__}, {platform.platform()}, products in {products}")
     for lever in [LEVERS[name] for name in names or ["plain"]]:
-        script = LEVERS["script" if lever.processes == 1 else "script x2"]
         if lever.needs not in ("", device.type, products.removeprefix("torch.")):
             print(f"{lever.name:22s} n/a: needs {lever.needs}", flush=True)
-        elif lever is not script:
-            compare(script, lever, dataclasses.asdict(args), options)
+        elif lever.name != "script":
+            compare(lever, dataclasses.asdict(args), options)
     print("done")
 
 

@@ -5,7 +5,7 @@
 # so split the parts into calls, most valuable first:
 #   1  environment   the machine, versions, and records/tools/check.py with the default settings
 #      plan          prediction of records/tools/plan.py for the default settings on an H200
-#      profile       measured parts of a step (records/tools/step_profile.py), to compare with plan
+#      profile       measured parts of a step (records/tools/step_profile.py), and beside them the plan
 #      default       40 steps of the default settings: cold start, then 15 steps with a warm cache
 #      nccl          40 steps as the only process of an NCCL group
 #   2  candidate     --preset=candidate against record7: PAIRS seeds (default 2), each of SIDE_STEPS
@@ -84,7 +84,11 @@ torch.backends.cudnn.version())'; lscpu | head -20; git log -1 --format=%H 2>/de
     run_part check "$python" records/tools/check.py "${default[@]}"
 }
 plan() { run_part plan "$python" records/tools/plan.py --device=H200; }
-profile() { run_part profile "$python" records/tools/step_profile.py "${default[@]}"; }
+profile() {
+    run_part profile "$python" records/tools/step_profile.py "${default[@]}"
+    cp "$work"/logs/profile_*/*.json.gz "$out/trace.json.gz"
+    run_part plan_measured "$python" records/tools/compare_plan.py "$out/plan.txt" "$out/trace.json.gz"
+}
 default() {
     TORCHINDUCTOR_CACHE_DIR=$work/cold train default_cold train_gpt2.py "$many" "${default[@]}" \
         --val_loss_every=0
