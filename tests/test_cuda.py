@@ -1,7 +1,7 @@
-"""On a CUDA device: kernels against float64, runs against the CPU's; skipped where there is none.
+"""On a CUDA device: kernels against float64, runs against the CPU. Skipped if there is none.
 
-`bash run.sh test -m cuda tests/test_cuda.py`. With --cuda_tests_on=cpu the CPU stands in for the
-device, which tries the tests, not the device.
+`bash run.sh test -m cuda tests/test_cuda.py`. With --cuda_tests_on=cpu the CPU takes the place of
+the device, to try the tests themselves.
 """
 
 import copy
@@ -50,18 +50,17 @@ def error(found, exact):
 
 # ---- Kernels, against float64 on the CPU ---------------------------------------------------------
 def attend(leaves, weights):
-    """Causal attention as the model calls it: the output, and the gradients of output * weights."""
+    """Return causal attention as the model calls it, and the gradients of output * weights."""
     leaves = [x.detach().requires_grad_() for x in leaves]  # (B, H, T, D)
     y = F.scaled_dot_product_attention(*leaves, is_causal=True)
     return [y.detach(), *torch.autograd.grad(y, leaves, weights)]
 
 
 def heads(device):
-    """Random queries, keys, values and weights as in the default model, on the CPU."""
+    """Return random queries, keys, values and weights as in the default model, on the CPU."""
     torch.manual_seed(0)
-    of_last_dimension = torch.randn(4, 2, 1024, 6, 128)
-    # strided as the model's: (B, T, H, D) in memory
-    return of_last_dimension.transpose(2, 3).to(product_dtype(Hyperparameters(), device))
+    random = torch.randn(4, 2, 1024, 6, 128)  # as the model's in memory: (B, T, H, D)
+    return random.transpose(2, 3).to(product_dtype(Hyperparameters(), device))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -75,20 +74,20 @@ def test_attention_and_its_gradients_are_those_of_the_formula(kernel, device):
             raise
         pytest.skip(f"{kernel.name}: {refusal}")
     dtype = weights.dtype
-    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5  # a few roundings, of 2^-9 or of 2^-24
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5  # a few rounding errors, 2^-9 or 2^-24 each
     with sdpa_kernel(SDPBackend.MATH):
         exact = attend([x.double() for x in leaves], weights.double())
     for name, found, expected in zip(("y", "q", "k", "v"), ours, exact):
         assert found.dtype == dtype and error(found, expected) < bound, name
 
 
-def test_the_kernel_that_the_model_gets_is_a_fused_one(device):
+def test_the_model_gets_a_fused_kernel(device):
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        pytest.skip("a device without fused kernels for bf16")
+        pytest.skip("this device has no fused kernels for bfloat16")
     q, k, v, _ = heads(device).to(device)
     y = F.scaled_dot_product_attention(q.requires_grad_(), k, v, is_causal=True)
     found = re.match(r"ScaledDotProduct(\w+)Attention", y.grad_fn.name())
-    assert found, y.grad_fn.name()  # math: of the product with v
+    assert found, y.grad_fn.name()  # the math kernel's would be that of a matmul
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):  # H100, H200
         assert found[1] in ("Cudnn", "Flash")
 
@@ -101,24 +100,24 @@ def test_newton_schulz_is_the_plain_iteration(shape, device):
     exact = [plain_newton_schulz(M, dtype=torch.float64) for M in matrices]
     out = zeropower_via_newtonschulz5(G.to(device))
     assert out.dtype == torch.bfloat16 and out.device == device and out.shape == shape
-    assert error(out, torch.stack(exact).view(shape)) < 0.03  # roundings to bf16: 0.010 to 0.025
+    assert error(out, torch.stack(exact).view(shape)) < 0.03  # rounding alone: 0.010 to 0.025
     S = torch.linalg.svdvals(out.double().cpu())
-    # a square random matrix has a few singular values too small to be raised to 1
+    # A square random matrix has a few singular values that are too small to reach 1.
     assert S.max() < 1.3 and S.quantile(0.1) > 0.6
 
 
-def test_newton_schulz_minds_no_scale(device):
+def test_the_scale_of_newton_schulzs_input_does_not_matter(device):
     torch.manual_seed(0)
     G = torch.randn(768, 1024).to(device)
     out = zeropower_via_newtonschulz5(G)
-    for scale in (1e-3, 1e30):  # other roundings of a few elements
+    for scale in (1e-3, 1e30):
         assert error(zeropower_via_newtonschulz5(scale * G), out.double().cpu()) < 0.02
     assert not zeropower_via_newtonschulz5(0 * G).any()
-    tiny = zeropower_via_newtonschulz5(1e-30 * G)  # far below the 1e-7 that its norm is raised by
+    tiny = zeropower_via_newtonschulz5(1e-30 * G)
     assert tiny.isfinite().all() and tiny.abs().max() <= out.abs().max()
 
 
-# ---- The model and its training, against the CPU's in float32 and against eager ------------------
+# ---- The model and its training, against the CPU in float32 and against eager --------------------
 def loss_and_gradients(gpt, args, dtype, device):
     gpt = copy.deepcopy(gpt).to(device)
     gpt.dtype = dtype
@@ -128,28 +127,22 @@ def loss_and_gradients(gpt, args, dtype, device):
     return loss.item(), {name: p.grad.double().cpu() for name, p in gpt.named_parameters()}
 
 
-def test_loss_and_gradients_in_float32_are_the_cpus(device):
+@both_dtypes
+def test_loss_and_gradients_equal_the_cpus_in_float32(dtype, device):
     gpt, args = make_model(**SMALL)
     exact, exact_grads = loss_and_gradients(gpt, args, torch.float32, torch.device("cpu"))
-    with sdpa_kernel(SDPBackend.MATH):
-        loss, grads = loss_and_gradients(gpt, args, torch.float32, device)
-    assert loss == pytest.approx(exact, rel=1e-5)
-    for name, grad in grads.items():  # TF32, of 10 bits, would err by more
-        assert error(grad, exact_grads[name]) < 1e-4, name
-
-
-def test_loss_and_gradients_in_bf16_are_near_the_cpus_in_float32(device):
-    gpt, args = make_model(**SMALL)
-    exact, exact_grads = loss_and_gradients(gpt, args, torch.float32, torch.device("cpu"))
-    loss, grads = loss_and_gradients(gpt, args, torch.bfloat16, device)
-    assert loss == pytest.approx(exact, rel=1e-2)
+    in_float32 = dtype == "float32"
+    # In float32, the kernel must be the same; TF32 would exceed the bounds.
+    with sdpa_kernel(SDPBackend.MATH if in_float32 else KERNELS):
+        loss, grads = loss_and_gradients(gpt, args, getattr(torch, dtype), device)
+    assert loss == pytest.approx(exact, rel=1e-5 if in_float32 else 1e-2)
     for name, grad in grads.items():
-        similarity = F.cosine_similarity(grad.flatten(), exact_grads[name].flatten(), dim=0)
-        assert similarity > 0.99, name
+        # An error of 14% is a cosine similarity of 0.99.
+        assert error(grad, exact_grads[name]) < (1e-4 if in_float32 else 0.14), name
 
 
 @both_dtypes
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_gradient_that_is_not_finite_shows_in_the_step(value, dtype, device):
     gpt, args = make_model(dtype, **SMALL)
     gpt.to(device)
@@ -157,22 +150,15 @@ def test_a_gradient_that_is_not_finite_shows_in_the_step(value, dtype, device):
     batch = [tokens.to(device) for tokens in make_batch(args, rows=4)]
     loss, norms = train_step(gpt, optimizers, *batch, 1.0, args)
     assert loss.isfinite() and norms.isfinite().all() and (norms > 0).all()
-    assert norms.shape == (len(list(gpt.parameters())),) and loss.device == device
     bad = gpt.h[1].mlp.c_fc.weight
-
-    def spoil(grad):
-        grad = grad.clone()
-        grad[-1, -1] = value
-        return grad
-
-    bad.register_hook(spoil)
+    bad.register_hook(lambda grad: grad.index_fill(0, torch.tensor(3, device=device), value))
     loss, norms = train_step(gpt, optimizers, *batch, 1.0, args)
     assert loss.isnan()
     assert [p is not bad for p in gpt.parameters()] == norms.isfinite().tolist()
 
 
 def test_batches_are_those_of_the_cpu(tiny, device):
-    """40 steps ahead of the device: none may be overwritten before it is used."""
+    """All 40 are read before any is used: none may be overwritten."""
     given = tiny["train_files"], 12, 16, 0, 1
     there, here = (DistributedDataLoader(*given, d) for d in (device, torch.device("cpu")))
     batches = [there.next_batch() for _ in range(40)]
@@ -183,7 +169,7 @@ def test_batches_are_those_of_the_cpu(tiny, device):
 
 
 def five_steps(settings, device):
-    """Losses of five steps and evaluations after a warm-up, and the number of graphs after each."""
+    """Return the losses of five steps and evaluations, and the number of graphs before each."""
     args = Hyperparameters(**{**settings, "device": device.type})
     train_gpt2.configure_backend(args, device)
     torch.manual_seed(args.seed)
@@ -205,15 +191,15 @@ def test_a_compiled_step_is_the_eager_one_in_two_graphs(tiny, device):
     eager, none = five_steps(settings, device)
     compiled, graphs = five_steps({**settings, "compile": True}, device)
     assert compiled == pytest.approx(eager, rel=1e-2) and eager[-1] < 0.9 * eager[0]
-    assert (none, graphs) == ([0] * 5, [2] * 5)  # training and validation, both in the warm-up
+    assert (none, graphs) == ([0] * 5, [2] * 5)  # the warm-up compiles training and validation
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-MATRICES = [(128, 128)] * 5 + [(512, 128)] * 2 + [(128, 512), (640, 640)]  # batches of 4 and alone
+MATRICES = [(128, 128)] * 5 + [(512, 128)] * 2 + [(128, 512), (640, 640)]  # stacked and alone
 
 
 def muon_steps(rank, world_size, device):
-    """The parameters after three steps of Muon, on the CPU; all ranks share the device."""
+    """Return the parameters after three steps of Muon. All ranks share the device."""
     generator = torch.Generator().manual_seed(0)
 
     def values():
@@ -229,7 +215,7 @@ def muon_steps(rank, world_size, device):
 
 
 def test_two_ranks_on_one_device_give_the_bits_of_one(device, tmp_path):
-    """With gloo, as NCCL gives a device to one rank only; by all_reduce alone, which it can."""
+    """With gloo, because NCCL allows only one rank per device."""
     (alone,) = run_ranks(muon_steps, 1, tmp_path / "alone", device)
     for params in run_ranks(muon_steps, 2, tmp_path / "ranks", device):
         for i, (p, q) in enumerate(zip(params, alone)):
@@ -240,10 +226,10 @@ def test_two_ranks_on_one_device_give_the_bits_of_one(device, tmp_path):
 @both_dtypes
 @pytest.mark.parametrize("before", ["device", "cpu"])
 @pytest.mark.parametrize("after", ["device", "cpu"])
-def test_a_run_goes_on_on_any_device(before, after, dtype, tiny, device):
+def test_a_run_resumes_on_any_device(before, after, dtype, tiny, device):
     kinds = {"device": device.type, "cpu": "cpu"}
     settings = {**tiny, "dtype": dtype, "save_every": 3}
-    with sdpa_kernel(SDPBackend.MATH):  # others may add in any order, and so give other bits
+    with sdpa_kernel(SDPBackend.MATH):  # the others are not bit-reproducible
         whole = main(Hyperparameters(**{**settings, "device": kinds[before], "run_id": "whole"}))
         settings["resume"] = f"{tiny['log_dir']}/whole/state_step0000000003.pt"
         resumed = main(Hyperparameters(**{**settings, "device": kinds[after], "run_id": "resumed"}))
@@ -261,19 +247,17 @@ train_gpt2.cli(sys.argv[1:])
 """
 
 
-def test_memory_that_does_not_suffice_names_the_setting_to_lower(tiny, device):
-    """4 GiB of activations in 1 GiB: 2^18 tokens, 2 layers of 128."""
+def test_too_little_memory_is_a_clear_error(tiny, device):
+    """4 GiB of activations (2^18 tokens, 2 layers of 128) do not fit into 1 GiB."""
     if device.type == "cpu":
-        pytest.skip("host memory: tests/test_survive.py")
+        pytest.skip("tests/test_survive.py tests the memory of the host")
     changes = {"n_embd": 128, "batch_size": 2**14, "device_batch_size": 2**14, "device": "cuda"}
-    changes["allow_repeat"] = True
-    settings = {**tiny, **changes}
+    settings = {**tiny, **changes, "allow_repeat": True}
     command = [sys.executable, "-c", LITTLE_MEMORY, *(f"--{k}={v}" for k, v in settings.items())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 1, done.stderr
-    fix = "pass a --device_batch_size below the micro_batch in the log"
-    sentence = f"train_gpt2.py: out of memory: {fix}"
-    assert done.stderr.count(sentence) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("out of memory: pass a --device_batch_size below") == 1
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 def test_the_log_names_the_device(tiny, device):

@@ -17,13 +17,12 @@ from train_gpt2 import (
     Hyperparameters,
     Rotary,
     build_optimizers,
-    lr_multiplier,
     train_step,
 )
 
 
 def make_model(dtype="float32", seed=0, **changes):
-    """A tiny GPT whose zero-initialised projections got values, so that every path counts."""
+    """Return a tiny GPT and its settings. Projections that start at zero get random values."""
     args = Hyperparameters(**{**TINY, "dtype": dtype, **changes})
     torch.manual_seed(seed)
     gpt = GPT(args, getattr(torch, dtype))
@@ -79,36 +78,7 @@ def test_activations_have_the_chosen_dtype_and_all_else_is_float32(dtype):
     assert {tensor.dtype for tensor in others} == {torch.float32}
 
 
-@both_dtypes
-def test_loss_is_the_cross_entropy_of_the_logits(dtype):
-    gpt, args = make_model(dtype)
-    inputs, targets = make_batch(args)
-    logits = gpt(inputs)
-    assert logits.shape == (*inputs.shape, args.vocab_size) and logits.dtype == torch.float32
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    torch.testing.assert_close(gpt(inputs, targets), expected)
-
-
-@both_dtypes
-def test_a_position_depends_on_no_later_input(dtype):
-    gpt, args = make_model(dtype)
-    inputs, _ = make_batch(args, rows=1)
-    embedded = []
-
-    def keep(module, arguments, output):
-        embedded.append(output.requires_grad_())
-        return embedded[0]
-
-    gpt.wte.weight.requires_grad_(False)
-    gpt.wte.register_forward_hook(keep)
-    logits = gpt(inputs)[0]
-    for position in (0, 7, args.sequence_length - 1):
-        (grad,) = torch.autograd.grad(logits[position].sum(), embedded[0], retain_graph=True)
-        reach = grad[0].abs().sum(-1) > 0
-        assert reach[: position + 1].all() and not reach[position + 1 :].any()
-
-
-def test_rotary_turns_by_the_relative_distance():
+def test_rotary_products_depend_on_the_distance_alone():
     rotary = Rotary(head_dim=8, sequence_length=32)
     torch.manual_seed(0)
     q, k = torch.randn(8), torch.randn(8)
@@ -121,7 +91,7 @@ def test_rotary_turns_by_the_relative_distance():
     torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(32))
 
 
-def test_shorter_inputs_give_the_same_logits_and_longer_ones_are_refused():
+def test_shorter_inputs_give_the_same_logits_and_longer_ones_are_rejected():
     gpt, args = make_model()
     inputs, _ = make_batch(args)
     torch.testing.assert_close(gpt(inputs[:, :5]), gpt(inputs)[:, :5])
@@ -129,7 +99,7 @@ def test_shorter_inputs_give_the_same_logits_and_longer_ones_are_refused():
         gpt(torch.zeros(1, args.sequence_length + 1, dtype=torch.long))
 
 
-def test_initial_state_is_the_records():
+def test_initial_weights():
     args = Hyperparameters(**TINY)
     torch.manual_seed(0)
     gpt = GPT(args)
@@ -140,48 +110,36 @@ def test_initial_state_is_the_records():
     assert not any("bias" in name for name, _ in gpt.named_parameters())
 
 
-def test_default_model_has_124_million_parameters():
-    with torch.device("meta"):
-        gpt = GPT(Hyperparameters())
-    count = 50304 * 768 + 12 * 12 * 768**2
-    assert sum(p.numel() for p in gpt.parameters()) == count == 123_568_128
-
-
-# -----------------------------------------------------------------------------
-# The head: logits for a chunk of tokens at a time
-
-
+# ---- The head: logits for a chunk of tokens at a time --------------------------------------------
 def in_chunks_of(monkeypatch, size):
-    """Let the head take so many tokens at a time: its own chunks are of a real model's size."""
+    """Make the head take `size` tokens at a time: its own chunks are for much larger models."""
     split = torch.Tensor.split
     monkeypatch.setattr(torch.Tensor, "chunk", lambda tensor, _: split(tensor, size))
 
 
-def head_arguments(N, C, V, dtype, weight_dtype=torch.float32):
+def head_arguments(N, C, V, dtype):
     """Return x (N, C), weight (V, C) and targets (N,), of which every seventh is -1."""
     torch.manual_seed(0)
     x = torch.randn(N, C, dtype=dtype, requires_grad=True)
-    weight = torch.randn(V, C, dtype=weight_dtype, requires_grad=True)
+    weight = torch.randn(V, C, requires_grad=True)
     targets = torch.randint(V, (N,))
     targets[::7] = -1
     return x, weight, targets
 
 
-class OnGpu(torch.Tensor):
-    is_cuda = True
-
-
 def lopsided(x, weight, softcap):
-    """Logits with another soft cap: what a user may put into compute_logits."""
+    """Return logits with another soft-cap, as a user may write it into compute_logits."""
     return 2 * torch.sigmoid((F.linear(x, weight).float() + 1) / 2)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("compute_logits", [train_gpt2.compute_logits, lopsided])
+@pytest.mark.parametrize(
+    "compute_logits, softcap",
+    [(train_gpt2.compute_logits, 0.0), (train_gpt2.compute_logits, 2.0), (lopsided, 0.0)],
+)
 @pytest.mark.parametrize("chunk", [1, 9, 50])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_chunks_of_the_head_change_nothing(dtype, chunk, compute_logits, softcap, monkeypatch):
-    """Against autograd of the plain formula, whose logits exist all at once."""
+    """The reference is autograd of the plain formula, which computes all logits at once."""
     monkeypatch.setattr(train_gpt2, "compute_logits", compute_logits)
     x, weight, targets = head_arguments(50, 8, 64, dtype)
     x_ref, weight_ref = x.detach().requires_grad_(), weight.detach().requires_grad_()
@@ -193,36 +151,12 @@ def test_chunks_of_the_head_change_nothing(dtype, chunk, compute_logits, softcap
     (3 * reference).backward()
     assert loss.dtype == weight.grad.dtype == torch.float32 and x.grad.dtype == dtype
     torch.testing.assert_close(loss, reference)
-    # in bf16 the reference rounds the weight's gradient, ours only that of a chunk
+    # In bfloat16, the reference rounds the gradient of the weight. Ours adds chunks in float32.
     tolerance = {"rtol": 0.02, "atol": 1e-3} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(x.grad, x_ref.grad, **tolerance)
     torch.testing.assert_close(weight.grad, weight_ref.grad, **tolerance)
     with torch.no_grad():
         assert torch.equal(ChunkedCrossEntropy.apply(x, weight, targets, softcap, False), loss)
-
-
-@pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_the_head_trains_when_one_of_its_inputs_is_frozen(frozen):
-    x, weight, targets = head_arguments(50, 8, 64, torch.float32)
-    ChunkedCrossEntropy.apply(x, weight, targets, 0.0, True).backward()
-    expected = {"x": weight.grad, "weight": x.grad}[frozen]
-    x, weight, targets = head_arguments(50, 8, 64, torch.float32)
-    {"x": x, "weight": weight}[frozen].requires_grad_(False)
-    ChunkedCrossEntropy.apply(x, weight, targets, 0.0, True).backward()
-    assert torch.equal({"x": weight.grad, "weight": x.grad}[frozen], expected)
-
-
-@pytest.mark.parametrize("cap", [0.0, 2.0])
-def test_the_heads_gradient_is_that_of_finite_differences(cap, monkeypatch):
-    def compute_logits(x, weight, softcap):  # in float64, for differences of 1e-6
-        logits = F.linear(x, weight)
-        return softcap * torch.tanh(logits / softcap) if softcap else logits
-
-    monkeypatch.setattr(train_gpt2, "compute_logits", compute_logits)
-    in_chunks_of(monkeypatch, 5)
-    x, weight, targets = head_arguments(12, 4, 9, torch.float64, torch.float64)
-    given = x, weight, targets, cap, True
-    assert torch.autograd.gradcheck(ChunkedCrossEntropy.apply, given, atol=1e-6)
 
 
 @both_dtypes
@@ -234,32 +168,32 @@ def test_training_and_inference_use_one_function_of_logits(dtype, monkeypatch):
     logits, loss = gpt(inputs), gpt(inputs, targets)
     torch.testing.assert_close(logits, 2 * torch.sigmoid((before + 1) / 2))
     torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-    loss.backward()
-    ours = gradients(gpt)
-    gpt.zero_grad()
-    F.cross_entropy(gpt(inputs).flatten(0, 1), targets.flatten()).backward()
-    tolerance = {} if dtype == "float32" else {"rtol": 0.05, "atol": 2e-3}
-    torch.testing.assert_close(ours, gradients(gpt), **tolerance)
 
 
-def test_chunks_are_equal_and_at_most_eight_or_two_on_a_gpu(monkeypatch):
-    sizes = []
+class OnGpu(torch.Tensor):
+    is_cuda = True
 
-    def note(x, weight, targets, softcap, count):
-        sizes.append(len(x))
-        return torch.zeros(())
 
-    monkeypatch.setattr(ChunkedCrossEntropy, "chunk_loss", note)
-    for kind, tokens, vocab_size, expected in [
+@pytest.mark.parametrize(
+    "kind, tokens, vocab_size, expected",
+    [
         (torch.Tensor, 1100, 50304, [550, 550]),
         (torch.Tensor, 64 * 1024, 50304, [8 * 1024] * 8),
         (torch.Tensor, 4096, 257, [4096]),
         (OnGpu, 65537, 50304, [32769, 32768]),
-    ]:
-        sizes.clear()
-        x, weight = torch.zeros(tokens, 1).as_subclass(kind), torch.zeros(vocab_size, 1)
-        ChunkedCrossEntropy.apply(x, weight, torch.zeros(tokens, dtype=torch.long), 0.0, False)
-        assert sizes == expected
+    ],
+)
+def test_chunks_are_equal_and_not_small(kind, tokens, vocab_size, expected, monkeypatch):
+    sizes = []
+
+    def chunk_loss(x, weight, targets, softcap, count):
+        sizes.append(len(x))
+        return torch.zeros(())
+
+    monkeypatch.setattr(ChunkedCrossEntropy, "chunk_loss", chunk_loss)
+    x, weight = torch.zeros(tokens, 1).as_subclass(kind), torch.zeros(vocab_size, 1)
+    ChunkedCrossEntropy.apply(x, weight, torch.zeros(tokens, dtype=torch.long), 0.0, False)
+    assert sizes == expected
 
 
 @both_dtypes
@@ -271,12 +205,9 @@ def test_without_counting_targets_the_loss_is_zero(dtype):
     assert loss == 0 and all((p.grad == 0).all() for p in gpt.parameters())
 
 
-# -----------------------------------------------------------------------------
-# Training steps
-
-
+# ---- Training steps ------------------------------------------------------------------------------
 class Recorder(torch.optim.Optimizer):
-    """Keeps the gradients that a step gives it."""
+    """Keeps the gradients of the latest step."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.0})
@@ -289,7 +220,7 @@ class Recorder(torch.optim.Optimizer):
 @both_dtypes
 @pytest.mark.parametrize("most, size", [(2, 2), (4, 3), (1, 1), (64, 6)])
 def test_micro_batches_add_up_in_float32(most, size, dtype):
-    """Of 6 sequences; a size that does not divide them is lowered to one that does."""
+    """The step has 6 sequences, so a size that does not divide 6 is lowered to one that does."""
     gpt, args = make_model(dtype, device_batch_size=most)
     inputs, targets = make_batch(args, rows=6)
     recorder = Recorder(gpt.parameters())
@@ -319,7 +250,7 @@ def test_a_frozen_part_stays_as_it_is(frozen):
 
 
 def spoiled_step(rank, world_size, value):
-    """The result of a step in which one rank has a gradient that is not finite."""
+    """Take a step in which the last rank has a gradient that is not finite."""
     gpt, args = make_model()
     if rank == world_size - 1:
         gpt.h[1].mlp.c_fc.weight.register_hook(
@@ -341,23 +272,8 @@ def test_a_gradient_that_is_not_finite_makes_the_loss_nan_on_all_ranks(world_siz
 
 
 @both_dtypes
-def test_a_few_batches_are_learnt_by_heart(dtype):
-    changes = {"n_embd": 64, "num_iterations": 150, "warmdown_iters": 50, "device_batch_size": 4}
-    args = Hyperparameters(**{**TINY, **changes})
-    torch.manual_seed(0)
-    gpt = GPT(args, getattr(torch, dtype))
-    optimizers = build_optimizers(gpt, args, 0, 1)
-    batches = [make_batch(args, rows=4, seed=seed) for seed in range(2)]
-    for step in range(args.num_iterations):
-        scale = lr_multiplier(step, args)
-        loss, _ = train_step(gpt, optimizers, *batches[step % 2], scale, args)
-    # the first token of a sequence is random: only ln(8 sequences) / 16 positions could remain
-    assert loss < 0.1
-
-
-@both_dtypes
 def test_golden_losses(dtype):
-    """Losses of a tiny run, written down once; a change that moves them changes the algorithm."""
+    """A change that moves these losses of a tiny run changes the algorithm."""
     args = Hyperparameters(**TINY)
     torch.manual_seed(1337)
     gpt = GPT(args, getattr(torch, dtype))
@@ -374,13 +290,13 @@ def test_golden_losses(dtype):
     assert losses == pytest.approx(plain_losses, abs=0.005)
 
 
-# by the program of five files before this one, in bfloat16 with torch 2.13.0 on a CPU with
-# avx512_bf16; this one is there at most 0.0033 away, in float32 0.0006
+# From the first version of the script, in bfloat16 with torch 2.13.0 on a CPU with avx512_bf16.
+# This version differs by up to 0.0033 there, and by 0.0006 in float32.
 GOLDEN = [4.3575, 3.9801, 3.6594, 3.4316, 3.2584, 3.1030, 2.9652, 2.8418]
 
 
 def test_a_compiled_backward_gives_the_same_bits_on_several_threads():
-    """Else threads add the gradients of a token to its row in the order in which they come."""
+    """Without determinism, threads would add a token's gradients to its row in any order."""
     gpt, args = make_model(compile=True, n_layer=1, sequence_length=128)
     inputs, targets = make_batch(args, rows=32)
     threads = torch.get_num_threads()
@@ -399,7 +315,7 @@ def test_a_compiled_backward_gives_the_same_bits_on_several_threads():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-# the other backend makes the same graphs and cuts them likewise, without a C++ compiler's minute
+# The other backend builds the same graphs, but needs no C++ compiler, which would take a minute.
 @pytest.mark.parametrize(
     "backend, dtype", [("inductor", "float32"), ("aot_eager_decomp_partition", "bfloat16")]
 )

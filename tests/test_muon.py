@@ -1,23 +1,25 @@
 """Muon: against the singular value decomposition, and bit-identical for every world size."""
 
 import copy
+import math
 import pickle
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, both_dtypes, run_ranks
+from conftest import both_dtypes, run_ranks
 from plain import PlainMuon, plain_newton_schulz
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt2
-from train_gpt2 import GPT, Hyperparameters, Muon, StopRequest, zeropower_via_newtonschulz5
+from train_gpt2 import Hyperparameters, Muon, zeropower_via_newtonschulz5
 
-# six of one shape; a parameter of four dimensions is a matrix too
+# Six have the same shape. A parameter with four dimensions counts as a matrix.
 SHAPES = [(16, 16), (64, 16), (16, 64), (8, 8), (4, 24), (3, 1), (1, 5), (6, 2, 3, 1)]
 SHAPES = SHAPES + [(16, 16)] * 5
 
@@ -29,7 +31,7 @@ def polynomial(s, steps=5):
 
 
 def exact_orthogonalization(G):
-    """U p(S) V^T in float64, p the scalar polynomial five times over: what the iteration is of."""
+    """Return U p(S) V^T in float64, where p is the scalar polynomial applied five times."""
     U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
     S = polynomial(S / S.norm(dim=-1, keepdim=True))
     return U @ torch.diag_embed(S) @ Vh
@@ -39,10 +41,7 @@ def relative(difference, whole):
     return (difference.double().norm() / whole.double().norm()).item()
 
 
-# -----------------------------------------------------------------------------
-# The iteration
-
-
+# ---- The iteration -------------------------------------------------------------------------------
 @both_dtypes
 @pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(32, 32), (64, 16), (16, 64), (1, 7), (7, 1), (3, 24, 48)])
@@ -78,21 +77,15 @@ def test_the_scale_of_the_input_does_not_matter(scale, dtype):
 @both_dtypes
 def test_extreme_inputs_stay_finite(dtype):
     orthogonalized = partial(zeropower_via_newtonschulz5, dtype=getattr(torch, dtype))
-    assert not orthogonalized(torch.zeros(8, 12)).any()
-    assert not orthogonalized(torch.zeros(3, 12, 8)).any()
     for shape in [(8, 12), (8, 40), (40, 8), (2, 8, 40)]:
+        assert not orthogonalized(torch.zeros(shape)).any()
         for value in (1e-45, 1e-30, 1e30, 3e38):
             out = orthogonalized(torch.full(shape, value))
             assert out.isfinite().all() and out.abs().max() < 1.3, (shape, value)
-    for columns in (13, 41):
-        rank_one = torch.outer(torch.arange(1.0, 9), torch.arange(1.0, columns))
-        S = torch.linalg.svdvals(orthogonalized(rank_one).float())
-        # rounding is itself raised by 3.4445^5 = 485: other directions appear, none runs away
-        assert 0.6 < S[0] < 1.3 and S[1:].max() < (1.3 if dtype == "bfloat16" else 0.1)
 
 
 def spectra(m, n):
-    """Matrices that strain the iteration: full rank, low rank, fast falling singular values."""
+    """Return difficult matrices: of low rank, or with quickly falling singular values."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
@@ -114,7 +107,7 @@ def spectra(m, n):
 @both_dtypes
 @pytest.mark.parametrize("shape", [(96, 96), (64, 256), (256, 64)])
 def test_hard_spectra_are_no_worse_than_with_the_plain_iteration(shape, dtype):
-    """Iterating on the Gram matrix alone, without a restart, errs by 10^1 to 10^13 here."""
+    """Here, composing all five iterations on the Gram matrix has errors of 10^1 to 10^13."""
     products = getattr(torch, dtype)
     for name, G in spectra(min(shape), max(shape)).items():
         G = G.T if shape[0] > shape[1] else G
@@ -129,19 +122,21 @@ def test_hard_spectra_are_no_worse_than_with_the_plain_iteration(shape, dtype):
             assert torch.linalg.matrix_norm(out.double(), 2) < 1.4, name
 
 
-def test_only_matrices_are_taken():
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": -1}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": -1}, {"rank": 2}],
+)
+def test_invalid_arguments_are_rejected(options):
+    with pytest.raises(ValueError, match="must be"):
+        Muon(make_parameters(), **{"lr": 0.02, "world_size": 2, **options})
     for shape in [(), (5,), (2, 2, 5, 5)]:
         with pytest.raises(ValueError, match="a matrix or a stack of matrices"):
             zeropower_via_newtonschulz5(torch.zeros(shape))
-    for shape in [(), (5,)]:
-        with pytest.raises(ValueError, match="takes matrices, not a parameter of shape"):
-            Muon([nn.Parameter(torch.zeros(shape))], lr=0.1)
+    with pytest.raises(ValueError, match="takes matrices"):
+        Muon([nn.Parameter(torch.zeros(5))], lr=0.1)
 
 
-# -----------------------------------------------------------------------------
-# Steps, on any number of ranks
-
-
+# ---- Steps, on any number of ranks ---------------------------------------------------------------
 def make_parameters(shapes=SHAPES):
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
@@ -158,45 +153,39 @@ def flat(params):
     return torch.cat([p.detach().flatten() for p in params])
 
 
-def spoil_what_others_own(muon):
-    """What training leaves there: sums of some ranks only. The owner's gradient alone counts."""
+def spoil_gradients_of_others(muon):
+    """Overwrite the gradients of other ranks' matrices: only the owner may use them."""
     for p, owner in muon.owner.items():
         if owner != muon.rank and p.grad is not None:
             p.grad.fill_(float("nan"))
 
 
 def three_steps(rank, world_size, dtype, skip=()):
-    """Parameters after three steps, the matrices this rank orthogonalized, its momenta, all's."""
+    """Take three steps without the gradients numbered `skip`; return what the rank then holds."""
     params = make_parameters()
-    ranks = dict(rank=rank, world_size=world_size)
-    muon = Muon(params, lr=0.02, weight_decay=0.1, dtype=dtype, **ranks)
-    seen, original = [], train_gpt2.zeropower_via_newtonschulz5
+    muon = Muon(params, 0.02, weight_decay=0.1, dtype=dtype, rank=rank, world_size=world_size)
+    seen = []
 
     def counted(G, *options):
         seen.extend(G if G.ndim == 3 else [G])
-        return original(G, *options)
+        return zeropower_via_newtonschulz5(G, *options)
 
-    train_gpt2.zeropower_via_newtonschulz5 = counted
-    try:
+    with mock.patch.object(train_gpt2, "zeropower_via_newtonschulz5", counted):
         for step in range(3):
             set_gradients(params, step, skip)
-            spoil_what_others_own(muon)
+            spoil_gradients_of_others(muon)
             muon.step()
-    finally:
-        train_gpt2.zeropower_via_newtonschulz5 = original
-    momenta = [i for i, p in enumerate(params) if "momentum_buffer" in muon.state.get(p, {})]
-    owned = [i for i, p in enumerate(params) if muon.owner[p] == rank and i not in skip]
     gathered = muon.full_state_dict()["state"]
     return SimpleNamespace(
-        values=flat(params),
-        gathered=torch.cat([gathered[i]["momentum_buffer"].flatten() for i in range(len(params))]),
-        matrices=len(seen),
-        momenta=momenta,
-        owned=owned,
+        values=[p.detach() for p in params],
+        gathered=[gathered[i]["momentum_buffer"] for i in range(len(params))],
+        orthogonalized=len(seen),
+        momenta=[i for i, p in enumerate(params) if p in muon.state],
+        owned=[i for i, p in enumerate(params) if muon.owner[p] == rank and i not in skip],
     )
 
 
-# none; some of a round, and others; all of several rounds; all
+# Gradients that are missing: none, some of several buckets, whole buckets, all but one, all
 SKIPS = [(), (0, 4), (8, 9, 10, 0, 3), tuple(range(1, len(SHAPES))), tuple(range(len(SHAPES)))]
 
 
@@ -208,82 +197,69 @@ def cases(rank, world_size):
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 8])
 def test_every_world_size_gives_the_same_bits(world_size, tmp_path):
     ranks = run_ranks(cases, world_size, tmp_path / "ranks")
     for case, alone in cases(0, 1).items():
         of_ranks = [results[case] for results in ranks]
         for result in of_ranks:
-            assert torch.equal(result.values, alone.values), case
-            assert torch.equal(result.gathered, alone.gathered), case
-            # each matrix is orthogonalized by the rank alone that holds its momentum
-            assert result.momenta == result.owned and result.matrices == 3 * len(result.owned)
+            assert all(map(torch.equal, result.values, alone.values)), case
+            assert all(map(torch.equal, result.gathered, alone.gathered)), case
+            # Only the owner of a matrix holds its momentum and orthogonalizes it.
+            assert result.momenta == result.owned
+            assert result.orthogonalized == 3 * len(result.owned)
         owned = [i for result in of_ranks for i in result.owned]
         assert sorted(owned) == [i for i in range(len(SHAPES)) if i not in case[1]]
 
 
 @pytest.mark.parametrize("skip", SKIPS)
 def test_a_missing_gradient_leaves_the_parameter_alone(skip):
-    after = three_steps(0, 1, torch.float32, skip).values.split(
-        [p.numel() for p in make_parameters()]
-    )
+    after = three_steps(0, 1, torch.float32, skip).values
     for i, (value, initial) in enumerate(zip(after, make_parameters())):
-        assert torch.equal(value, initial.flatten()) == (i in skip)
+        assert torch.equal(value, initial) == (i in skip)
 
 
 def test_a_gradient_may_come_and_go():
-    """A matrix without one for a step keeps its momentum; the others go on."""
-    params, lone = make_parameters([(16, 16)] * 4), make_parameters([(16, 16)] * 4)
-    muon, one = Muon(params, lr=0.02), Muon(lone, lr=0.02)
+    """Matrices without a gradient keep their momentum for a step, and the others continue."""
+    params, separate = make_parameters([(16, 16)] * 4), make_parameters([(16, 16)] * 4)
+    muon = Muon(params, lr=0.02)
+    alone = [Muon([p], lr=0.02) for p in separate]
     for step, skip in enumerate([(), (1, 2), ()]):
         set_gradients(params, step, skip)
+        set_gradients(separate, step)
         muon.step()
-        set_gradients(lone, step)
-        kept = [lone[i].detach().clone() for i in skip]
-        momenta = [one.state[lone[i]]["momentum_buffer"].clone() for i in skip]
-        one.step()
-        for i, value, momentum in zip(skip, kept, momenta):
-            lone[i].data.copy_(value)
-            one.state[lone[i]]["momentum_buffer"].copy_(momentum)
-    torch.testing.assert_close(flat(params), flat(lone), rtol=0, atol=1e-3)
-
-
-def test_a_parameter_of_more_dimensions_is_a_matrix():
-    (kernel,), (matrix,) = make_parameters([(6, 2, 3, 1)]), make_parameters([(6, 6)])
-    for p in (kernel, matrix):
-        set_gradients([p], 0)
-        Muon([p], lr=0.02).step()
-    assert torch.equal(kernel.flatten(1), matrix)
+        for i, optimizer in enumerate(alone):
+            if i not in skip:
+                optimizer.step()
+    torch.testing.assert_close(flat(params), flat(separate), rtol=0, atol=1e-3)
 
 
 @both_dtypes
 def test_steps_equal_the_plain_optimizer(dtype):
-    """Against the plain optimizer in float64: an error like that of the plain one in dtype."""
-    products, results = getattr(torch, dtype), []
-    matrices = [shape for shape in SHAPES if len(shape) == 2]
-    for optimizer_class in (
-        partial(Muon, dtype=products),
-        partial(PlainMuon, dtype=products),
-        partial(PlainMuon, dtype=torch.float64),
-    ):
-        params = make_parameters(matrices)
-        optimizer = optimizer_class(params, lr=0.02)
+    """The reference is the plain optimizer in float64. Its own error in `dtype` is the measure."""
+    dtype = getattr(torch, dtype)
+    results = []
+    for optimizer_class, products in (Muon, dtype), (PlainMuon, dtype), (PlainMuon, torch.float64):
+        params = make_parameters()
+        if optimizer_class is PlainMuon:
+            params = [nn.Parameter(p.detach().flatten(1)) for p in params]
+        optimizer = optimizer_class(params, lr=0.02, dtype=products)
         for step in range(3):
             set_gradients(params, step)
             optimizer.step()
         results.append(flat(params))
     ours, plain, exact = results
-    moved = exact - flat(make_parameters(matrices))
-    assert relative(ours - exact, moved) < 0.05
-    if dtype == "bfloat16":  # in float32 only the update's rounding to bf16 is left
+    moved = exact - flat(make_parameters())
+    if dtype == torch.bfloat16:
         assert (ours - exact).norm() < 1.5 * (plain - exact).norm()
+        assert relative(ours - exact, moved) < 0.05
     else:
         assert relative(ours - exact, moved) < 0.005
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_steps_equal_torchs_own_muon():
-    """Its momentum is 0.05 times ours; its factor of 0.2 asks for five times the learning rate."""
+    """Converted as the docstring of Muon says: its factor of 0.2 needs five times the lr."""
     shapes = [shape for shape in SHAPES if len(shape) == 2]
     ours, theirs = make_parameters(shapes), make_parameters(shapes)
     muon = Muon(ours, lr=0.02, weight_decay=0.5)
@@ -296,13 +272,13 @@ def test_steps_equal_torchs_own_muon():
         muon.step()
         torchs.step()
     for p, q, initial in zip(ours, theirs, make_parameters(shapes)):
-        bound = 0.1 if 1 in p.shape else 0.05  # of a vector one number counts, rounded to bf16
+        bound = 0.1 if 1 in p.shape else 0.05  # a vector is only scaled, by a rounded number
         assert (p - q).norm() < bound * (q - initial).norm(), p.shape
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 24), (24, 96), (512, 2), (2, 512)])
 def test_the_docstrings_learning_rate_makes_it_keller_jordans_muon(shape):
-    """For his lr of 0.02 give 0.02 / sqrt(N); an entry then changes by about lr."""
+    """His lr of 0.02 is 0.02 / sqrt(N) here, and an entry changes by about lr."""
     (p,), (q,) = make_parameters([shape]), make_parameters([shape])
     initial, lr = q.detach().clone(), 0.02 / shape[1] ** 0.5
     set_gradients([p], 0)
@@ -314,33 +290,6 @@ def test_the_docstrings_learning_rate_makes_it_keller_jordans_muon(shape):
     assert relative(p.detach() - q.detach(), q.detach() - initial) < 0.005
     change = (p.detach() - initial).square().mean().sqrt().item()
     assert 0.7 * lr < change < 1.25 * lr
-
-
-def test_weight_decay_is_decoupled():
-    params, plain = make_parameters(), make_parameters()
-    muon, without = Muon(params, lr=0.02, weight_decay=0.3), Muon(plain, lr=0.02)
-    for step in range(2):
-        before = flat(params)
-        plain_before = flat(plain)
-        set_gradients(params, step)
-        set_gradients(plain, step)
-        muon.step()
-        without.step()
-        update = flat(plain) - plain_before
-        torch.testing.assert_close(flat(params), before * (1 - 0.02 * 0.3) + update)
-
-
-def test_huge_and_tiny_gradients_are_finite():
-    for scale in (1e30, 1e-30, 0.0):
-        params = make_parameters()
-        muon = Muon(params, lr=0.02)
-        for step in range(2):
-            set_gradients(params, step)
-            for p in params:
-                p.grad.mul_(scale)
-            muon.step()
-        assert flat(params).isfinite().all()
-        assert (flat(params) - flat(make_parameters())).abs().max() < 0.5
 
 
 def test_a_step_may_compute_the_loss():
@@ -358,10 +307,7 @@ def test_a_step_may_compute_the_loss():
     assert muon.step() is None
 
 
-# -----------------------------------------------------------------------------
-# Groups and the sharing of the work
-
-
+# ---- Groups and the distribution of work ---------------------------------------------------------
 def steps_in_groups(rank, world_size):
     """Three groups, the last one added later, each with its own learning rate."""
     params = make_parameters()
@@ -370,7 +316,7 @@ def steps_in_groups(rank, world_size):
     muon.add_param_group({"params": params[7:], "lr": 0.02, "momentum": 0.5})
     for step in range(2):
         set_gradients(params, step)
-        spoil_what_others_own(muon)
+        spoil_gradients_of_others(muon)
         muon.step()
     return [p.detach() for p in params], muon.loads
 
@@ -390,38 +336,12 @@ def test_groups_have_their_own_settings(world_size, tmp_path):
         assert min(loads) > 0
 
 
-def least_possible(squares, wides, square_cost, wide_cost, ranks):
-    """Smallest possible cost of the busiest rank, for two kinds of matrices."""
-    costs = sorted(
-        a * wide_cost + b * square_cost for a in range(wides + 1) for b in range(squares + 1)
-    )
-    least = (squares * square_cost + wides * wide_cost) / ranks
-
-    def fits(limit):
-        most = [-1] * (wides + 1)  # squares placed, for the number of wides placed
-        most[0] = 0
-        for _ in range(ranks):
-            after = [-1] * (wides + 1)
-            for done, placed in enumerate(most):
-                if placed >= 0:
-                    for a in range(min(wides - done, limit // wide_cost) + 1):
-                        more = placed + (limit - a * wide_cost) // square_cost
-                        after[done + a] = max(after[done + a], more)
-            most = after
-        return most[wides] >= squares
-
-    return next(cost for cost in costs if cost >= least and fits(cost))
-
-
 def on_meta(shapes):
     return [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
 
 
-@pytest.mark.parametrize(
-    "n_layer, n_embd", [(12, 768), (24, 1024), (36, 1280), (48, 1600), (10, 768), (13, 768)]
-)
-def test_ranks_share_the_cost_as_well_as_possible(n_layer, n_embd):
-    C = n_embd
+@pytest.mark.parametrize("n_layer, C", [(12, 768), (24, 1024), (48, 1600), (10, 768), (13, 768)])
+def test_ranks_share_the_cost_as_well_as_possible(n_layer, C):
     params = on_meta(([(C, C)] * 4 + [(4 * C, C), (C, 4 * C)]) * n_layer)
     for ranks in range(2, 17):
         muons = [Muon(params, lr=0.1, rank=rank, world_size=ranks) for rank in (0, ranks - 1)]
@@ -430,8 +350,8 @@ def test_ranks_share_the_cost_as_well_as_possible(n_layer, n_embd):
         for p, owner in muons[0].owner.items():
             costs[owner] += train_gpt2.matrix_cost(p)
         assert costs == muons[0].loads
-        best = least_possible(4 * n_layer, 2 * n_layer, 15 * C**3, 30 * C**3, ranks)
-        assert max(costs) <= 1.02 * best
+        # A square matrix costs one unit, a rectangular one two.
+        assert max(costs) <= 15 * C**3 * max(2, math.ceil(8 * n_layer / ranks))
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (48, 60), (48, 200), (200, 48), (96, 48)])
@@ -441,48 +361,30 @@ def test_the_cost_of_a_matrix_is_what_newton_schulz_multiplies(shape):
     assert counter.get_total_flops() == 2 * train_gpt2.matrix_cost(torch.empty(shape))
 
 
-def test_more_ranks_than_matrices():
-    muon = Muon(on_meta([(4, 4), (4, 5), (4, 6)]), lr=0.1, world_size=8)
-    assert sorted(muon.owner.values()) == [0, 1, 2]
-
-
-def test_the_most_expensive_matrices_are_dealt_first():
-    """Whatever order they are given in, which stays that of the group; equal ones keep theirs."""
-    params = on_meta([(8, 8), (8, 16), (64, 8), (8, 8)])
-    muon = Muon(params, lr=0.1, world_size=2)
-    assert all(p is q for p, q in zip(muon.param_groups[0]["params"], params, strict=True))
-    assert [muon.owner[p] for p in params] == [1, 1, 0, 1]
-
-
 def test_the_most_expensive_matrices_are_sent_first(monkeypatch):
-    """A round has as many matrices as there are ranks."""
+    """Each bucket has as many matrices as there are ranks."""
     sent = []
 
-    def all_reduce(flat, async_op):
-        sent.append(flat.numel())
+    def all_reduce(buffer, async_op):
+        sent.append(buffer.numel())
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    params = [nn.Parameter(torch.zeros(shape)) for shape in [(8, 8), (8, 16), (64, 8), (8, 8)]]
-    for p in params:
-        p.grad = torch.ones_like(p)
+    params = make_parameters([(8, 8), (8, 16), (64, 8), (8, 8)])
+    set_gradients(params, 0)
     Muon(params, lr=0.1, world_size=2).step()
     assert sent == [64 * 8 + 8 * 16, 2 * 8 * 8]
 
 
-# -----------------------------------------------------------------------------
-# State, and ranks that differ
-
-
+# ---- State ---------------------------------------------------------------------------------------
 def two_halves(rank, world_size, saved=None):
-    """Two steps, or two more from a saved state; parameters and the gathered state."""
+    """Take two steps, or two more from a saved state; return the parameters and the full state."""
     params = make_parameters()
     muon = Muon(params, lr=0.02, rank=rank, world_size=world_size)
     if saved:
         for p, value in zip(params, saved[0]):
             p.data.copy_(value)
         muon.load_state_dict(copy.deepcopy(saved[1]))
-        assert set(muon.state) == {p for p, owner in muon.owner.items() if owner == rank}
     for step in range(2):
         set_gradients(params, 2 * bool(saved) + step, skip=(2,))
         muon.step()
@@ -497,7 +399,7 @@ def test_state_continues_at_any_world_size(tmp_path):
     params, state = two_halves(0, 1, first[1])
     momenta = {i: momentum["momentum_buffer"] for i, momentum in state["state"].items()}
     assert [i for i, momentum in momenta.items() if not momentum.any()] == [2]
-    for before, after in [(1, 3), (3, 1), (3, 8), (8, 3), (3, 3)]:
+    for before, after in [(1, 1), (1, 3), (3, 1), (3, 8), (8, 3), (3, 3)]:
         folder = tmp_path / f"b{before}{after}"
         for values, gathered in run_ranks(two_halves, after, folder, first[before]):
             assert all(map(torch.equal, values, params))
@@ -506,81 +408,39 @@ def test_state_continues_at_any_world_size(tmp_path):
                 assert torch.equal(gathered["state"][i]["momentum_buffer"], momentum)
 
 
-def test_state_of_one_rank_is_what_torch_saves():
-    params = make_parameters()
-    muon = Muon(params, lr=0.02)
-    set_gradients(params, 0)
-    muon.step()
-    other = Muon(make_parameters(), lr=0.5)
-    other.load_state_dict(copy.deepcopy(muon.state_dict()))
-    assert other.param_groups[0]["lr"] == 0.02
-    momenta = [muon.state[p]["momentum_buffer"] for p in params]
-    loaded = [other.state[p]["momentum_buffer"] for p in other.param_groups[0]["params"]]
-    assert all(map(torch.equal, momenta, loaded))
-
-
-class Tokens:
-    """A loader of one batch, for what train() asks of one when no step is left."""
-
-    batch_size = T = 12
-    tokens_per_step = 144
-    total_tokens = 10**6
-
-    def __init__(self, rank):
-        self.rank, self.position = rank, 0
-
-    def next_batch(self):
-        tokens = torch.arange(13).repeat(4, 1)
-        return tokens[:, :-1], tokens[:, 1:].clone()
-
-    def data_hash(self):
-        return "0" * 12
-
-
-def validate_at_the_end(rank, world_size, folder, spoiled):
-    """The error of a validation when some ranks hold another weight, in its last bit."""
-    args = Hyperparameters(**{**TINY, "sequence_length": 12, "val_tokens": 144, "log_dir": folder})
+def validation_error(rank, world_size, settings, spoiled):
+    """Return the error of a validation if some ranks hold a weight that differs in its last bit."""
+    args = Hyperparameters(**settings)
     torch.manual_seed(0)
-    gpt = GPT(args)
+    gpt = train_gpt2.GPT(args)
     if rank in spoiled:
         weight = gpt.h[1].mlp.c_fc.weight.data
         weight[3, 3] = torch.nextafter(weight[3, 3], torch.tensor(9.0))
     log = train_gpt2.Log(args, "one", rank)
-    loader = Tokens(rank)
-    first_step = args.num_iterations  # none is left
+    loaders = train_gpt2.open_data(args, rank, world_size, torch.device("cpu"))
     try:
-        train_gpt2.train(args, log, gpt, [], loader, loader, first_step, StopRequest())
+        train_gpt2.validate(0, args, log, gpt, *loaders, lambda: None)
     except train_gpt2.UserError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("spoiled", [(), (2,), (0, 1)])
-def test_one_weight_of_one_rank_is_noticed(spoiled, tmp_path):
-    arguments = str(tmp_path), spoiled
-    for error in run_ranks(validate_at_the_end, 3, tmp_path / "ranks", *arguments):
+def test_one_weight_of_one_rank_is_noticed(spoiled, tiny, tmp_path):
+    for error in run_ranks(validation_error, 3, tmp_path / "ranks", tiny, spoiled):
         if spoiled:
-            assert error.startswith("the ranks differ in the checksum of their weights (")
+            assert error.startswith("the ranks differ in the checksum of their weights")
         else:
             assert error is None
 
 
-# -----------------------------------------------------------------------------
-# Elsewhere
-
-
-def muon_section():
-    """The section of train_gpt2.py between its ruler and that of the data."""
-    sections = Path(train_gpt2.__file__).read_text().split("\n# ---- ")
-    (section,) = [section for section in sections if section.startswith("Muon")]
-    section = "# " + section
-    return section
-
-
+# ---- Use in other projects -----------------------------------------------------------------------
 @both_dtypes
 def test_the_section_alone_trains_another_network(dtype):
-    """Copied, as its title says: with torch and torch.distributed as dist."""
+    """As README says, the section can be copied. It needs torch and torch.distributed as dist."""
+    sections = Path(train_gpt2.__file__).read_text().split("\n# ---- ")
+    (section,) = [section for section in sections if section.startswith("Muon")]
     names = {"torch": torch, "dist": dist}
-    exec(compile(muon_section(), "muon.py", "exec"), names)
+    exec(compile("# " + section, "muon.py", "exec"), names)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(96, 32), nn.ReLU(), nn.Linear(32, 4)
@@ -617,28 +477,3 @@ def test_a_copy_goes_on_like_the_original(copied):
         assert flat(some).isfinite().all(), step
     assert torch.equal(flat(params), flat(others))
     assert (other.rank, other.world_size, other.loads) == (0, 1, muon.loads)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"lr": -1}, {"lr": float("nan")}, {"momentum": -0.1}, {"momentum": 1.0}, {"momentum": 5},
-     {"weight_decay": -1}, {"rank": 2, "world_size": 2}, {"rank": -1}],
-)  # fmt: skip
-def test_absurd_arguments_are_refused(options):
-    with pytest.raises(ValueError, match="must be"):
-        Muon(make_parameters(), **{"lr": 0.02, **options})
-
-
-@pytest.mark.parametrize("name", ["OneCycleLR", "CosineAnnealingLR"])
-def test_schedulers_of_torch_set_its_learning_rate(name):
-    params = make_parameters()
-    muon = Muon(params, lr=0.02)
-    options = {"OneCycleLR": (0.05, 10), "CosineAnnealingLR": (10,)}[name]
-    scheduler = getattr(torch.optim.lr_scheduler, name)(muon, *options)
-    rates = []
-    for step in range(10):
-        set_gradients(params, step)
-        muon.step()
-        scheduler.step()
-        rates.append(muon.param_groups[0]["lr"])
-    assert len(set(rates)) > 5 and min(rates) < 0.001

@@ -1,4 +1,4 @@
-"""What came after record 7, n-grams, key offset and soft-cap: exact, causal, off at 0."""
+"""What was added to record 7: n-grams, key shift, soft-cap. Exact, causal, and off by default."""
 
 import re
 import signal
@@ -6,23 +6,24 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, STEP, TINY, bits, both_dtypes, run_forked, validations
-from test_ideas import KILL
+from conftest import STEP, TINY, bits, both_dtypes, edited_script, run_forked, validations
 
 from train_gpt2 import GPT, Hyperparameters, Muon, NgramTable, build_optimizers, norm
 
+KILL = "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
 PIECES = {"max_ngram": 4, "ngram_rows": 101, "key_shift": 1, "logit_softcap": 3.0}
 
 
-def make_table(longest=4, rows=101, channels=8):
+def make_table(longest=4, rows=101, dropout=0.0):
     torch.manual_seed(0)
-    table = NgramTable(Hyperparameters(max_ngram=longest, ngram_rows=rows, n_embd=12))
-    table.weight = torch.nn.Parameter(torch.randn(rows, channels))
+    args = Hyperparameters(max_ngram=longest, ngram_rows=rows, n_embd=12, ngram_dropout=dropout)
+    table = NgramTable(args)
+    torch.nn.init.normal_(table.weight)
     return table
 
 
 def make_model(dtype="float32", **changes):
-    """A tiny GPT of which every parameter, the tables' too, has a value that counts."""
+    """Return a tiny GPT, in which every parameter has a random value, and its settings."""
     args = Hyperparameters(**{**TINY, **PIECES, **changes})
     torch.manual_seed(0)
     gpt = GPT(args, getattr(torch, dtype))
@@ -33,8 +34,11 @@ def make_model(dtype="float32", **changes):
 
 
 def rows_by_python(tokens, place, longest, rows):
-    """The rows of a place, by integers of any size: hash * 1000003 + earlier token + 1, from the
-    token itself on, as 64 bits with a sign, modulo the rows; before the first token there are 0."""
+    """Return the table rows of a position, in Python's integers, wrapped to 64 bits.
+
+    The hash starts with the token itself and becomes hash * 1000003 + earlier token + 1 for each
+    earlier token. Tokens before the first one count as 0.
+    """
     found, value = [], tokens[place]
     for distance in range(1, longest):
         earlier = tokens[place - distance] if place >= distance else 0
@@ -44,35 +48,33 @@ def rows_by_python(tokens, place, longest, rows):
     return found
 
 
-# ---- the table of n-grams ------------------------------------------------------------------------
-@pytest.mark.parametrize("vocab_size", [5, 257, 50304])
-@pytest.mark.parametrize("longest", [2, 3, 7])
-def test_the_rows_of_a_place_are_those_of_its_last_tokens(longest, vocab_size):
+# ---- The n-gram table ----------------------------------------------------------------------------
+@pytest.mark.parametrize("longest, vocab_size", [(2, 5), (3, 257), (7, 50304)])
+def test_a_position_gets_the_rows_of_its_last_tokens(longest, vocab_size):
     table = make_table(longest)
     inputs = torch.randint(vocab_size, (3, 11))
     out = table(inputs)
-    assert out.shape == (3, 11, 8)
+    assert out.shape == (3, 11, 12)
     for b, tokens in enumerate(inputs.tolist()):
         for place in range(11):
             rows = rows_by_python(tokens, place, longest, 101)
             torch.testing.assert_close(out[b, place], table.weight[rows].sum(0))
 
 
-def test_few_of_the_n_grams_of_a_text_share_a_row():
-    """By chance 4,096 of 2**18 rows share 32; a hash of the last letters alone would share most."""
-    inputs = torch.randint(97, 123, (16, 256))
-    for rows in (2**18, 251519):
-        used = torch.stack([torch.tensor(rows_by_python(t, i, 5, rows)) for t in inputs.tolist()
-                            for i in range(8, 256)])  # fmt: skip
-        windows = [tuple(t[i - 3 : i + 1]) for t in inputs.tolist() for i in range(8, 256)]
-        assert len(used[:, 2].unique()) > 0.97 * len(set(windows))
+@pytest.mark.parametrize("rows", [2**18, 251519])
+def test_few_ngrams_share_a_row(rows):
+    """By chance, 32 of 4,096 would; a hash of the last letters alone would give most the same."""
+    texts = torch.randint(97, 123, (16, 256)).tolist()
+    used = {rows_by_python(text, i, 5, rows)[2] for text in texts for i in range(8, 256)}
+    ngrams = {tuple(text[i - 3 : i + 1]) for text in texts for i in range(8, 256)}
+    assert len(used) > 0.97 * len(ngrams)
 
 
-def test_its_gradient_is_sparse_and_that_of_a_dense_look_up():
+def test_its_gradient_is_sparse_and_equals_that_of_a_dense_lookup():
     table = make_table()
     inputs = torch.randint(64, (3, 11))
-    weights = torch.randn(3, 11, 8)
-    for _ in range(2):  # micro-batches add up
+    weights = torch.randn(3, 11, 12)
+    for _ in range(2):  # micro-batches
         (table(inputs) * weights).sum().backward()
     gradient = table.weight.grad
     assert gradient.is_sparse
@@ -82,7 +84,7 @@ def test_its_gradient_is_sparse_and_that_of_a_dense_look_up():
     torch.testing.assert_close(gradient.to_dense(), dense.grad)
 
 
-def test_a_step_changes_the_rows_that_it_used_alone():
+def test_a_step_changes_only_the_rows_that_it_used():
     gpt, args = make_model(device_batch_size=12)
     optimizers = build_optimizers(gpt, args, 0, 1)
     assert [type(o) for o in optimizers] == [torch.optim.AdamW, Muon, torch.optim.Adagrad]
@@ -98,8 +100,8 @@ def test_a_step_changes_the_rows_that_it_used_alone():
     torch.testing.assert_close(moved, torch.full_like(moved, args.learning_rate), rtol=0.01, atol=0)
 
 
-# ---- the key offset ------------------------------------------------------------------------------
-def test_a_key_meets_the_value_after_it():
+# ---- Key shift and soft-cap ----------------------------------------------------------------------
+def test_a_shifted_key_belongs_to_a_later_value():
     gpt, _ = make_model(key_shift=2)
     attn = gpt.h[0].attn
     x = torch.randn(3, 16, 16)
@@ -114,8 +116,7 @@ def test_a_key_meets_the_value_after_it():
     torch.testing.assert_close(attn(x), expected)
 
 
-# ---- the soft-cap --------------------------------------------------------------------------------
-def test_logits_stay_below_the_cap_and_small_ones_stay():
+def test_logits_are_capped():
     gpt, _ = make_model(logit_softcap=3.0)
     inputs = torch.randint(64, (2, 16))
     capped = gpt(inputs)
@@ -125,16 +126,17 @@ def test_logits_stay_below_the_cap_and_small_ones_stay():
     torch.testing.assert_close(capped, 3 * torch.tanh(logits / 3))
 
 
-# ---- all in the model ---------------------------------------------------------------------------
+# ---- All in one model ----------------------------------------------------------------------------
 @both_dtypes
-def test_no_place_sees_a_later_token(dtype):
-    gpt, _ = make_model(dtype)
+@pytest.mark.parametrize("pieces", [PIECES, dict.fromkeys(("max_ngram", "key_shift"), 0)])
+def test_a_position_depends_on_all_earlier_tokens_and_no_later_one(pieces, dtype):
+    gpt, _ = make_model(dtype, **pieces)
     inputs = torch.randint(64, (2, 16))
     for place in (0, 7, 15):
         changed = inputs.clone()
         changed[:, place] = (changed[:, place] + 1) % 64
         differs = (gpt(inputs) != gpt(changed)).any(-1)
-        assert not differs[:, :place].any() and differs[:, place].all()
+        assert not differs[:, :place].any() and differs[:, place:].all()
 
 
 @both_dtypes
@@ -155,8 +157,7 @@ def test_the_gradient_is_that_of_the_logits(dtype):
 
 
 def test_dropout_keeps_its_fraction_of_the_ngrams_and_scales_them_up():
-    args = Hyperparameters(max_ngram=3, ngram_rows=997, n_embd=12, ngram_dropout=0.6)
-    table = NgramTable(args)
+    table = make_table(3, 997, dropout=0.6)
     torch.nn.init.ones_(table.weight)
     inputs = torch.randint(256, (64, 128))
     kept = table(inputs)[..., 0] * (1 - 0.6)  # the number of kept n-grams, out of 2
@@ -168,9 +169,7 @@ def test_dropout_keeps_its_fraction_of_the_ngrams_and_scales_them_up():
 
 
 def test_dropout_depends_on_the_sequence_alone():
-    args = Hyperparameters(max_ngram=3, ngram_rows=997, n_embd=12, ngram_dropout=0.5)
-    table = NgramTable(args)
-    torch.nn.init.normal_(table.weight)
+    table = make_table(3, 997, dropout=0.5)
     inputs = torch.randint(256, (8, 64))
     one_by_one = torch.cat([table(sequence) for sequence in inputs.split(1)])
     assert torch.equal(table(inputs), one_by_one)
@@ -180,31 +179,20 @@ def test_dropout_depends_on_the_sequence_alone():
     assert 0.6 < changed.float().mean() < 0.9  # 3/4 if the two masks are independent
 
 
-def test_at_0_the_model_and_its_optimizers_are_record_7s():
+def test_by_default_the_model_is_that_of_record_7():
     args = Hyperparameters()
     assert (args.max_ngram, args.key_shift, args.logit_softcap, args.ngram_dropout) == (0, 0, 0, 0)
-    tiny = Hyperparameters(**TINY)
     with torch.device("meta"):
         gpt = GPT(args)
-    small = GPT(tiny)
     assert sum(p.numel() for p in gpt.parameters()) == 123_568_128  # 50304 x 768, 12 x 12 x 768^2
-    assert "ngrams" not in " ".join(small.state_dict())
-    adamw, muon = build_optimizers(small, tiny, 0, 1)
+    tiny = Hyperparameters(**TINY)
+    adamw, muon = build_optimizers(GPT(tiny), tiny, 0, 1)
     assert (type(adamw), type(muon)) == (torch.optim.AdamW, Muon)
 
 
-@pytest.mark.parametrize(
-    "value, least", [("max_ngram=-1", 0), ("key_shift=-1", 0), ("ngram_rows=0", 1)]
-)
-def test_a_size_that_no_table_has_is_refused(value, least):
-    name, number = value.split("=")
-    with pytest.raises(ValueError, match=f"{value} must be a number between {least} and"):
-        Hyperparameters(**{name: int(number)})
-
-
-# ---- runs ----------------------------------------------------------------------------------------
+# ---- Runs ----------------------------------------------------------------------------------------
 @both_dtypes
-def test_any_number_of_processes_trains_alike_and_goes_on_to_the_bit(dtype, tiny, tmp_path):
+def test_ranks_train_alike_and_resume_to_the_bit(dtype, tiny, tmp_path):
     fields = {**tiny, **PIECES, "dtype": dtype, "save_every": 2}
     runs = [run_forked({**fields, "run_id": f"w{n}"}, n) for n in (1, 2, 3)]
     rows = []
@@ -216,18 +204,15 @@ def test_any_number_of_processes_trains_alike_and_goes_on_to_the_bit(dtype, tiny
     for other in rows[1:]:
         assert [row[2] for row in other] == [row[2] for row in alone]  # data_hash
         assert [row[1] for row in other] == pytest.approx([row[1] for row in alone], abs=0.01)
-    script = tmp_path / "killed.py"
-    script.write_text((ROOT / "train_gpt2.py").read_text().replace(STEP, KILL))
+    script = edited_script(tmp_path, (STEP, STEP + KILL))
     for n in (1, 2):
         part = {**fields, "run_id": f"part{n}", "resume": "auto"}
         assert run_forked(part, n, script).returncode == -signal.SIGKILL
         done = run_forked(part, n, script)
         assert done.returncode == 0, done.stderr
         assert "\nresume=auto: continuing after step 4\n" in done.stdout
-        last = "state_step0000000006.pt"
-        assert bits(tmp_path / "logs" / f"part{n}" / last) == bits(
-            tmp_path / "logs" / f"w{n}" / last
-        )
+        whole, part = (tmp_path / "logs" / f"{name}{n}" for name in ("w", "part"))
+        assert bits(part / "state_step0000000006.pt") == bits(whole / "state_step0000000006.pt")
 
 
 def test_compiled_it_has_two_graphs(tiny):

@@ -4,12 +4,11 @@
     python tests/bench/bench_muon.py --processes=2          # two ranks with one thread each
     python tests/bench/bench_muon.py --before=c1b9612       # also Muon as it was at that commit
 
-Every contender runs in processes of its own. They take turns, and each ratio is of two turns of
-the same round. A turn is several steps of a small set, so that caches are as warm as they are in
-training, and one step of GPT-2 124M. torch.optim.Muon is not distributed: each of its ranks updates
-all matrices. It always multiplies in bfloat16; on a CPU without bfloat16 instructions one step
-can take minutes, so a contender that needs more than a minute a step is left out, with the
-estimate.
+Every contender has its own processes. They take turns, and each ratio is of two turns of the same
+round. A turn is five steps of a small set, so that caches are as warm as they are in training, or
+one step of GPT-2 124M. torch.optim.Muon is not distributed: each of its ranks updates all matrices.
+It always multiplies in bfloat16. On a CPU without bfloat16 instructions a turn is one step, and
+torch.optim.Muon is left out for GPT-2 124M, where it would need minutes for one.
 """
 
 import argparse
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_step import Team
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,91 +79,51 @@ def seconds_of_step(optimizer):
     return time.perf_counter() - start
 
 
-def steps_per_turn(shapes, dtype):
-    """Return 5 for a small set, or 1 where torch.optim.Muon would need minutes for that."""
-    return 5 if dtype == torch.bfloat16 and sum(m * n for m, n in shapes) < 2**23 else 1
+def take_steps(pipe, rank, world_size, folder, script, dtype, shapes):
+    """Answer each number of steps with the mean seconds of one.
 
-
-def contender(script, dtype, shapes, rank, world_size, folder, pipe):
-    """Be one rank of a contender: answer each request with the mean seconds of a step.
-
-    script: path of the train_gpt2.py to take Muon from, or None for torch.optim.Muon. The first
-    answer is None, or the estimated seconds of a step if that is more than a minute.
+    script: path of the train_gpt2.py to take Muon from, or None for torch.optim.Muon.
     """
     if world_size > 1:
         torch.set_num_threads(1)
-    muon = None
-    if script:
+    params = random_parameters(shapes)
+    if script is None:
+        optimizer = torch.optim.Muon(params, lr=1e-4, weight_decay=0.0)
+    else:
         muon = load_script(script).Muon
-
-    def make(params):
-        if muon is None:
-            return torch.optim.Muon(params, lr=1e-4, weight_decay=0.0)
-        return muon(params, lr=1e-4, rank=rank, world_size=world_size, dtype=dtype)
-
-    if muon is None:
-        m, n = shapes[0]
-        probe = make(random_parameters([(m, n)]))
-        seconds_of_step(probe)
-        costs = [min(shape) ** 2 * (min(shape) + 2 * max(shape)) for shape in shapes]
-        estimate = seconds_of_step(probe) * sum(costs) / costs[0]
-        if estimate > 60:
-            pipe.send(estimate)
-            return
-    if world_size > 1 and muon is not None:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
-        )
-    optimizer = make(random_parameters(shapes))
-    seconds_of_step(optimizer)
-    pipe.send(None)
-    steps = steps_per_turn(shapes, dtype)
-    while pipe.recv():
+        optimizer = muon(params, lr=1e-4, rank=rank, world_size=world_size, dtype=dtype)
+    if world_size > 1:
+        meeting = f"file://{folder}/rendezvous"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+    seconds_of_step(optimizer)  # warms up
+    pipe.send("ready")
+    while True:
+        steps = pipe.recv()
         pipe.send(sum(seconds_of_step(optimizer) for _ in range(steps)) / steps)
-
-
-def start_team(script, dtype, shapes, world_size):
-    """Start the processes of a contender; return their pipes."""
-    context = torch.multiprocessing.get_context("spawn")
-    folder = tempfile.mkdtemp()
-    pipes = []
-    for rank in range(world_size):
-        ours, theirs = context.Pipe()
-        arguments = (script, dtype, shapes, rank, world_size, folder, theirs)
-        context.Process(target=contender, args=arguments, daemon=True).start()
-        theirs.close()  # so that a dead process is noticed
-        pipes.append(ours)
-    return pipes
-
-
-def milliseconds_of_turn(pipes):
-    """Let all ranks take their steps; return the slowest one's mean time of a step."""
-    for pipe in pipes:
-        pipe.send(True)
-    return 1000 * max([pipe.recv() for pipe in pipes])
 
 
 def compare(title, shapes, scripts, dtype, rounds, world_size):
     """Print a table of the contenders for one set of matrices."""
+    has_bf16 = dtype == torch.bfloat16
+    small = sum(m * n for m, n in shapes) < 2**23
+    steps = 5 if small and has_bf16 else 1
     print(
         f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {world_size} process(es) with "
         f"{torch.get_num_threads() if world_size == 1 else 1} thread(s), {rounds} rounds "
-        f"of {steps_per_turn(shapes, dtype)} step(s); matmuls in {dtype}, "
-        f"{LIBRARY}'s in torch.bfloat16"
+        f"of {steps} step(s); matmuls in {dtype}, {LIBRARY}'s in torch.bfloat16"
     )
     print(f"{'':18s} {'median ms':>10s} {'range':>19s} {'/ ours':>8s} {'range':>13s}")
     teams = {}
-    for name, script in scripts.items():  # one after the other: probes must not disturb each other
-        pipes = start_team(script, dtype, shapes, world_size)
-        estimate = max([pipe.recv() or 0 for pipe in pipes])
-        if not estimate:
-            teams[name] = pipes
-        else:
-            print(f"{name:18s} left out: a step would take about {estimate:.0f} s")
+    for name, script in scripts.items():
+        if script is None and not small and not has_bf16:
+            print(f"{name:18s} left out: a step would take minutes")
+            continue
+        teams[name] = Team(take_steps, world_size, script, dtype, shapes)
+        teams[name].hear()
     times = {name: [] for name in teams}
     for _ in range(rounds):
-        for name, pipes in teams.items():
-            times[name].append(milliseconds_of_turn(pipes))
+        for name, team in teams.items():
+            times[name].append(1000 * max(team.ask(steps)))  # of the slowest rank
     for name, ms in times.items():
         ratios = [other / ours for other, ours in zip(ms, times["ours"])]
         print(
@@ -171,8 +131,7 @@ def compare(title, shapes, scripts, dtype, rounds, world_size):
             f"{statistics.median(ratios):8.2f} {min(ratios):6.2f}-{max(ratios):6.2f}",
             flush=True,
         )
-        for pipe in teams[name]:
-            pipe.send(False)
+        teams[name].end()
 
 
 def main():

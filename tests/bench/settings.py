@@ -1,19 +1,18 @@
-"""Give train_gpt2.py random settings: does each either run, or end at once with one sentence?
+"""Start train_gpt2.py with random settings: each must run, or end at once with one sentence.
 
     python tests/bench/settings.py --count 200 --seed 0        # ten minutes on 2 cores
 
-A case is a tiny run with one to four settings replaced by values from plausible to absurd, some
-unknown names and malformed arguments among them. Printed is a row for each: its end, seconds, the
-arguments, the sentence. It has run if it said its result, or was still training after 30 s (then it
-gets a SIGTERM, which must save and end it). A refusal must come within 10 s, with exit status 1 or
-2 and one line on stderr. Anything else is a fault, and the exit status is 1.
+Each case is a tiny run with one to four settings replaced by values from plausible to absurd. Some
+have unknown names or malformed arguments. The table shows the outcome, the time, the arguments and
+the last line. "result": it finished. "was training": it was stopped by SIGTERM after 30 s, as it
+should. "rejected": it ended within 10 s, with status 1 or 2 and one line on stderr. Everything else
+is a FAULT, and the exit status is then 1.
 """
 
 import argparse
 import dataclasses
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,7 +35,7 @@ MALFORMED = ["--", "-", "--batch-size=4", "--batch_siz=4", "batch_size=4", "--="
 
 
 def random_value(field, choice):
-    """Return a value for a field, as text: mostly of its kind, seldom of none."""
+    """Return a value for a field, as text: usually of its type."""
     if choice.random() < 0.05:
         return choice.choice(ABSURD + WORDS)
     if field.type is bool:
@@ -48,48 +47,39 @@ def random_value(field, choice):
 
 
 def random_arguments(choice):
-    """Return {name: value} to replace, and arguments that are none."""
-    fields = choice.sample(dataclasses.fields(Hyperparameters), choice.randint(1, 4))
-    values = {field.name: random_value(field, choice) for field in fields}
-    return values, [choice.choice(MALFORMED)] if choice.random() < 0.08 else []
+    """Return random arguments for one to four settings, seldom a malformed one."""
+    chosen = choice.sample(dataclasses.fields(Hyperparameters), choice.randint(1, 4))
+    arguments = [f"--{field.name}={random_value(field, choice)}" for field in chosen]
+    if choice.random() < 0.08:
+        arguments.append(choice.choice(MALFORMED))
+    return arguments
 
 
-def run(values, malformed, settings):
-    """Return (end, seconds, what was said last) of a run; the end "FAULT" must not be."""
-    command = [sys.executable, str(ROOT / "train_gpt2.py")]
-    command += [f"--{name}={value}" for name, value in {**settings, **values}.items()]
-    began = time.monotonic()
-    process = subprocess.Popen(
-        command + malformed,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(settings["log_dir"]).parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+def run(arguments, folder):
+    """Return (outcome, seconds, last line) of a tiny run with these arguments."""
+    settings = {**TINY, "log_dir": f"{folder}/logs"}
+    for name in ("train", "val"):
+        settings[f"{name}_files"] = f"{folder}/{name}_*.bin"
+    command = ["timeout", "--preserve-status", "--kill-after=120", "30"]
+    command += [sys.executable, str(ROOT / "train_gpt2.py")]
+    command += [f"--{name}={value}" for name, value in settings.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    start = time.monotonic()
+    done = subprocess.run(
+        command + arguments, capture_output=True, text=True, cwd=folder, env=environment
     )
-    try:
-        stdout, stderr = process.communicate(timeout=30)
-        stopped = False
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-        stopped = True
-        try:
-            stdout, stderr = process.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return "FAULT", time.monotonic() - began, "a SIGTERM did not end it"
-    seconds = time.monotonic() - began
-    lines = stderr.splitlines()
-    last = (lines or stdout.splitlines() or [""])[-1]
-    if process.returncode == 0 and "\nresult val_loss" in stdout:
+    seconds = time.monotonic() - start
+    lines = done.stderr.splitlines()
+    last = (lines or done.stdout.splitlines() or [""])[-1]
+    if done.returncode == 0 and "\nresult val_loss" in done.stdout:
         return "result", seconds, last
-    if stopped and process.returncode == 0 and "\nstopped by a signal" in stdout:
+    if done.returncode == 0 and "\nstopped by a signal" in done.stdout and seconds > 30:
         return "was training", seconds, last
     one_sentence = len(lines) == 1 and last.startswith("train_gpt2.py: ")
-    trained = "step:0/" in stdout  # then it may take as long as it must
-    if process.returncode in (1, 2) and one_sentence and (seconds < 10 or trained):
-        return "refused", seconds, last
-    return "FAULT", seconds, f"exit status {process.returncode}: {stderr[-2000:]}"
+    at_once = seconds < 10 or "step:0/" in done.stdout  # unless it had to train to find out
+    if done.returncode in (1, 2) and one_sentence and at_once:
+        return "rejected", seconds, last
+    return "FAULT", seconds, f"exit status {done.returncode}: {done.stderr[-2000:]}"
 
 
 def main():
@@ -99,27 +89,20 @@ def main():
     args = parser.parse_args()
     print(f"command: tests/bench/settings.py --count {args.count} --seed {args.seed}")
     choice = random.Random(args.seed)
-    ends = []
+    outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         stream = np.cumsum(np.random.default_rng(0).integers(1, 4, size=4000)) % 64
         write_shard(Path(folder) / "train_0.bin", stream[:3000])
         write_shard(Path(folder) / "val_0.bin", stream[3000:])
-        settings = {
-            **TINY,
-            "train_files": f"{folder}/train_*.bin",
-            "val_files": f"{folder}/val_*.bin",
-            "log_dir": f"{folder}/logs",
-        }
         for number in range(args.count):
-            values, malformed = random_arguments(choice)
-            end, seconds, said = run(values, malformed, settings)
-            ends.append(end)
-            given = " ".join([f"--{name}={value}" for name, value in values.items()] + malformed)
-            said = said.replace(folder, "DIR")
-            print(f"{number:3d}  {end:12s}  {seconds:4.1f} s  {given}\n       {said}", flush=True)
-    for end in sorted(set(ends)):
-        print(f"{end}: {ends.count(end)}")
-    sys.exit("FAULT" in ends)
+            arguments = random_arguments(choice)
+            outcome, seconds, last = run(arguments, folder)
+            outcomes.append(outcome)
+            print(f"{number:3d}  {outcome:12s}  {seconds:4.1f} s  {' '.join(arguments)}")
+            print(f"       {last.replace(folder, 'DIR')}", flush=True)
+    for outcome in sorted(set(outcomes)):
+        print(f"{outcome}: {outcomes.count(outcome)}")
+    sys.exit("FAULT" in outcomes)
 
 
 if __name__ == "__main__":
