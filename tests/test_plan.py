@@ -122,21 +122,22 @@ def test_an_impossible_number_of_gpus_is_refused_in_one_sentence():
 
 
 def test_a_plan_is_compared_with_a_trace(tmp_path, capsys):
-    """Two steps of 10 ms, with a product in Muon's range and one outside, on the GPU's clock."""
-    plan = "| part | ... |\n| products of blocks, forward | 1 | 2.0 | 3.00 | 4.00 | 50.0% |\n"
-    plan += "| embedding's gradient | 1 | 2.0 | 0.00 | 1.00 | 50.0% |\n"
-    plan += "| step | 2 | 4.0 | 3.00 | 5.00 | 100.0% |\n"
+    """Two steps, with a product in Muon's range and one outside, on the GPU's clock."""
+    plan = tmp_path / "plan.txt"
+    parts = {"products of blocks, forward": 4, "embedding's gradient": 1, "step": 5}
+    plan.write_text(
+        "".join(f"| {part} | 1 | 2.0 | {ms}.00 | 9.9% |\n" for part, ms in parts.items())
+    )
     events = [("user_annotation", "step", 0, 10_000), ("user_annotation", "step", 9000, 10_000)]
     events += [("gpu_user_annotation", "Muon", 5000, 1000), ("kernel", "nvjet_hsh", 1000, 8000)]
     events += [("kernel", "nvjet_hsh", 5500, 400), ("kernel", "triton_red_fused", 9000, 3000)]
-    names = "cat", "name", "ts", "dur"
-    trace = {"traceEvents": [{"name": "start"}] + [dict(zip(names, event)) for event in events]}
-    (tmp_path / "plan.txt").write_text(plan)
-    (tmp_path / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
-    compare_plan.main([tmp_path / "plan.txt", tmp_path / "trace.json.gz"])
+    events = [dict(zip(("cat", "name", "ts", "dur"), event)) for event in events]
+    trace = tmp_path / "trace.json.gz"
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    compare_plan.main([plan, trace])
     rows = capsys.readouterr().out.splitlines()
     assert "| products | 4.00 | 4.00 | 1.00 |" in rows
-    assert "| element-wise | 1.00 | 1.50 | 1.50 |" in rows
+    assert "| Triton kernels | 1.00 | 1.50 | 1.50 |" in rows
     assert "| optimizers | 0.00 | 0.20 | n/a |" in rows
     assert "| step | 5.00 | 10.00 | 2.00 |" in rows
 

@@ -13,16 +13,15 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from report import command, markdown
-from step_profile import kernel_class
 
-CLASSES = {  # what the parts of a plan begin with; kernel_class uses the same names
-    "products": "products",
-    "attention": "attention",
-    "element-wise": "element-wise|embedding's",
-    "optimizers": "AdamW|Muon|Newton-Schulz|Adagrad",
-    "collectives": "communication",
-    "other": "gradient accumulation|n-grams|other",
-    "step": "step",
+CLASSES = {  # what parts of the plan begin with, and what names of CUDA kernels contain
+    "collectives": ("communication", "nccl"),
+    "optimizers": ("AdamW|Muon|Newton-Schulz|Adagrad", "adam"),
+    "attention": ("attention", "flash|fmha|sdpa"),
+    "products": ("products", "gemm|nvjet|cutlass|cublas|xmma"),
+    "Triton kernels": ("element-wise|embedding's", "triton"),
+    "other": ("gradient accumulation|n-grams|other", ""),
+    "step": ("step", "step"),
 }
 
 
@@ -31,19 +30,22 @@ def main(argv):
     plan, trace = map(Path, argv)
     planned, measured = Counter(), Counter()
     for part, ms in re.findall(r"^\| (.+?) \|.* ([\d.]+) \| [\d.]+% \|$", plan.read_text(), re.M):
-        [kind] = [kind for kind, parts in CLASSES.items() if re.match(parts, part)]
+        [kind] = [kind for kind, (parts, _) in CLASSES.items() if re.match(parts, part)]
         planned[kind] += float(ms)
     events = defaultdict(list)
     for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
         events[event.get("cat")].append(event)
+    optimizers, _ = CLASSES["optimizers"]
     annotations = events["gpu_user_annotation"]
-    optimizing = [e for e in annotations if re.fullmatch(CLASSES["optimizers"], e["name"])]
+    ranges = [event for event in annotations if re.fullmatch(optimizers, event["name"])]
     steps = [event["dur"] for event in events["user_annotation"] if event["name"] == "step"]
+    if not steps:
+        raise ValueError(f"{trace} has no range named step: take a trace of step_profile.py")
     measured["step"] = sum(steps)
     for kernel in events["kernel"]:
-        kind = kernel_class(kernel["name"])
-        in_optimizer = any(0 <= kernel["ts"] - e["ts"] < e["dur"] for e in optimizing)
-        if in_optimizer and kind != "collectives":
+        name, start = kernel["name"].lower(), kernel["ts"]
+        kind = next(kind for kind, (_, names) in CLASSES.items() if re.search(names, name))
+        if kind != "collectives" and any(0 <= start - e["ts"] < e["dur"] for e in ranges):
             kind = "optimizers"
         measured[kind] += kernel["dur"]
     rows = []
