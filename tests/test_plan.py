@@ -155,8 +155,9 @@ def figures(path):
 def test_the_record_shows_the_figures_of_its_logs():
     page = (RECORD / "README.md").read_text()
     for path in sorted((RECORD / "after").iterdir()):
-        cells = zip(figures(RECORD / "before" / path.name), figures(path))
-        row = [path.stem, *(value for pair in cells for value in pair)]
+        row = [path.stem]
+        for before, after in zip(figures(RECORD / "before" / path.name), figures(path)):
+            row += [before, after]
         assert f"| {' | '.join(row)} |" in page, row
 
 

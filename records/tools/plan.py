@@ -140,13 +140,9 @@ class Clock(TorchDispatchMode):
     def time_step(self, model, optimizers, *batch):
         """Run train_gpt2.train_step on rank 0 of world_size."""
         run = SimpleNamespace(train_loader=SimpleNamespace(read_batch=None), optimizers=optimizers)
-        ranks = mock.patch.multiple(
-            dist,
-            is_initialized=lambda: self.world_size > 1,
-            get_world_size=lambda: self.world_size,
-            all_reduce=self.all_reduce,
-        )
-        with ranks, self.phases.in_steps(run), self.phases("other"), self:
+        ranks = dict(is_initialized=lambda: self.world_size > 1, all_reduce=self.all_reduce)
+        patch = mock.patch.multiple(dist, get_world_size=lambda: self.world_size, **ranks)
+        with patch, self.phases.in_steps(run), self.phases("other"), self:
             train_gpt2.train_step(model, optimizers, *batch)
 
 
