@@ -161,6 +161,7 @@ class Graph:
     inputs: list  # names that torch.compile gives to the model's tensors
 
 
+ITEM_SIZES = {"*bf16": 2, "*fp32": 4, "*i64": 8}
 generated = {}  # Triton kernels by name
 
 
@@ -171,8 +172,11 @@ def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
     loops = dict(re.findall(r"\b([xyzr]\d?_?)numel = (\d+)", source))
     sizes = {axis: int(size) for axis, size in loops.items()}
     moved = 1e9 * (meta.get("kernel_num_gb") or 0)
-    if sizes.get("r0_", 0) >= 8192:  # too long for the cache: each further loop reads bfloat16 anew
-        moved += 2 * sizes["x"] * sizes["r0_"] * (source.count("for r0_offset in") - 1)
+    if sizes.get("r0_", 0) >= 8192:  # too long for the cache; Inductor counts each input once
+        loads = re.findall(r"tl\.load\((\w+) \+ \((.*?)\), ", source)
+        reads = Counter(name for name, index in loads if "x" in index and "r0" in index)
+        again = sum((count - 1) * ITEM_SIZES[signature[name]] for name, count in reads.items())
+        moved += again * sizes["x"] * sizes["r0_"]
     generated[meta["kernel_name"]] = Kernel(
         name=meta["kernel_name"],
         kind="scatter" if meta.get("atomic_add_found") else "triton",
@@ -229,6 +233,7 @@ def compile_graph(graph_module, inputs, names, **named):
 
 def attention_of_gpu(query, key, value, is_causal):
     """Call the attention kernel that PyTorch chooses on the GPU, which it cannot ask here."""
+    query, key = query.type_as(value), key.type_as(value)  # as autocast does
     if chosen.gpu.major >= 9:
         gradient = torch.is_grad_enabled()
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention

@@ -32,13 +32,13 @@ from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
-SHARES = {  # of the peak FLOP/s or of the memory's bandwidth that a kind of kernel reaches
+FLOPS_SHARES = {  # of the peak FLOP/s
     "product": 0.7,  # an H200 was seen to reach 0.78 to 0.81 with large ones; others reach less
     "attention": 0.31,  # about 300 TFLOP/s on an H100
-    "triton": 0.85,  # copies were seen to reach 0.9
-    "scatter": 0.4,  # atomic additions
     "small product": 0.4,  # Newton-Schulz's matrices of 768 rows do not fill a GPU
 }
+STREAM = 0.85  # of the memory's bandwidth; copies were seen to reach 0.9
+SCATTER = 0.4  # of the memory's bandwidth: atomic additions
 COMPILED_LAUNCH = 3e-6  # s between two kernels of a graph
 EAGER_LAUNCH = 5e-6  # s to launch an operation from Python
 COLLECTIVE = 40e-6  # s to start an all-reduce; 45 to 90 us are seen with small tensors
@@ -84,7 +84,8 @@ class Clock(TorchDispatchMode):
 
     def spend(self, part, kind, moved, flops, launches=1):
         """Let a part take the time of so many launches. moved (bytes), flops: of one launch."""
-        seconds = max(flops / self.gpu.flops, moved / self.gpu.bandwidth) / SHARES[kind]
+        bandwidth = self.gpu.bandwidth * (SCATTER if kind == "scatter" else STREAM)
+        seconds = max(flops / self.gpu.flops / FLOPS_SHARES.get(kind, 1), moved / bandwidth)
         if self.graph_runs:
             seconds += COMPILED_LAUNCH
         else:
