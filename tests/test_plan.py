@@ -154,9 +154,9 @@ def figures(path):
 
 def test_the_record_shows_the_figures_of_its_logs():
     page = (RECORD / "README.md").read_text()
-    for path in sorted((RECORD / "after").iterdir()):
+    for path in sorted((RECORD / "before").iterdir()):
         row = [path.stem]
-        for before, after in zip(figures(RECORD / "before" / path.name), figures(path)):
+        for before, after in zip(figures(path), figures(RECORD / "after" / path.name)):
             row += [before, after]
         assert f"| {' | '.join(row)} |" in page, row
 
