@@ -98,7 +98,6 @@ fake_tensor.init_gpu_context = lambda device: None
 joint_graph.lazy_init = lambda device: None  # patterns of plain attention and of padded products
 config.joint_graph_constant_folding = False
 config.use_static_triton_launcher = False
-config.triton.unique_kernel_names = False  # equal kernels are compiled once
 config.profile_bandwidth = not INTERPRETED  # estimates the bytes that a kernel moves
 torch._functorch.config.enable_autograd_cache = False
 
