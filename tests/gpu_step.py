@@ -1,8 +1,7 @@
-"""Compile a training step for an H100 without one; print JSON for tests/test_plan.py.
+"""Compile training steps for an H100 without one; print JSON for tests/test_plan.py.
 
-    python tests/gpu_step.py compile [--field=value ...]      # what was compiled
-    python tests/gpu_step.py compile_for_all ...              # for sm_80, sm_89 and sm_100, too
-    python tests/gpu_step.py interpret [--field=value ...]    # loss and gradients against eager
+    python tests/gpu_step.py compile      # what was compiled, by preset
+    python tests/gpu_step.py interpret    # losses and gradients against eager, by pieces
 
 interpret runs the generated kernels in Triton's interpreter on the CPU, in float32: it truncates
 where a GPU rounds to bfloat16.
@@ -16,59 +15,54 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-MODE, *OPTIONS = sys.argv[1:]
-if MODE == "interpret":
+if "interpret" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "records" / "tools")]
 import gpu_compiler  # noqa: E402  before torch
+import plan  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
+FULL_WIDTH = dict(n_layer=2, device_batch_size=8)
+SMALL = dict(
+    n_layer=1, n_embd=32, n_head=1, vocab_size=64, sequence_length=16,
+    device_batch_size=2, batch_size=12, val_tokens=16,
+)  # fmt: skip
+PIECES = dict(max_ngram=3, ngram_rows=500, key_shift=1, logit_softcap=15.0)
+
 
 def compile_step(args, dtype):
     """Return the Graphs of a training step."""
-    with gpu_compiler.on_gpu(lambda: train_gpt2.GPT(args, dtype)) as (model, graphs):
-        if model.ngrams is not None:
-            width = model.ngrams.weight.size(1)
-
-            def forward(inputs):  # stands for the table, which is not compiled
-                return torch.empty(*inputs.shape, width, device="cuda", requires_grad=True)
-
-            model.ngrams.forward = forward
-        shape = args.device_batch_size, args.sequence_length
-        tokens = torch.zeros(shape, dtype=torch.int64, device="cuda")
-        loader = SimpleNamespace(next_batch=lambda: (tokens, tokens.clone()))
-        # warm_up ends where it reads the loss of the first training pass.
-        with contextlib.suppress(gpu_compiler.fake_tensor.DataDependentOutputException):
-            train_gpt2.warm_up(model, args, loader)
-    return graphs
+    torch._dynamo.reset()
+    with plan.compiled(args, lambda: train_gpt2.GPT(args, dtype)) as (_, graphs):
+        return graphs
 
 
-def summary(graphs):
-    """Return what the tests check; compile_for_all also compiles the kernels for other GPUs."""
-    if MODE == "compile_for_all":
-        for capability in (80, 89, 100):
-            for graph in graphs[1:]:
-                kernels = [kernel for kernel in graph.kernels if kernel.candidates]
-                gpu_compiler.compile_for(kernels, capability)
-    return [
-        dict(
-            kind=graph.kind,
-            external=sorted(graph.external),
-            bytes=sum(k.launches * k.bytes for k in graph.kernels if k.candidates),
-            launches=sum(k.launches for k in graph.kernels if k.candidates),
-            products=sum(k.flops for k in graph.kernels if k.kind == "product"),
-            attention=sum(k.flops for k in graph.kernels if k.kind == "attention"),
-            spilling=[
-                k.name for k in graph.kernels if k.candidates and min(s for _, s in k.candidates)
-            ],
-            int64=[k.name for k in graph.kernels if k.int64],
-        )
-        for graph in graphs
-    ]
+def summary(graph):
+    """Return what the tests check."""
+    triton = [kernel for kernel in graph.kernels if kernel.spills]
+    return dict(
+        kind=graph.kind,
+        external=sorted(graph.external),
+        launches=sum(kernel.launches for kernel in triton),
+        gigabytes=sum(kernel.launches * kernel.bytes for kernel in triton) / 1e9,
+        flops=sum(kernel.flops for kernel in graph.kernels),
+        spilling=[kernel.name for kernel in triton if min(kernel.spills)],
+        int64=[kernel.name for kernel in triton if kernel.int64],
+    )
+
+
+def compile_for_others(graphs):
+    """Compile the two kernels that move most bytes for sm_80, sm_89 and sm_100, too."""
+    kernels = [kernel for graph in graphs for kernel in graph.kernels if kernel.source]
+    kernels.sort(key=lambda kernel: kernel.bytes)
+    for capability in (80, 89, 100):
+        for kernel in kernels[-2:]:
+            target = gpu_compiler.GPUTarget("cuda", capability, 32)
+            gpu_compiler.triton.compile(kernel.source, target=target)
 
 
 # ---- The interpreter ----------------------------------------------------------------------------
@@ -93,14 +87,12 @@ def mend_interpreter():
     InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
 
 
-def attention(query, key, value, bias, compute_log_sum, *rest):
-    scores = query @ key.mT / query.size(-1) ** 0.5
-    later = torch.ones(scores.shape[-2:]).triu(1).bool()
-    scores = scores.masked_fill(later, -torch.inf)
+def attention(query, key, value, *rest):
     out = torch.empty_like(query)
-    out.copy_(scores.softmax(-1) @ value)
+    out.copy_(F.scaled_dot_product_attention(query, key, value, is_causal=True))
     zero = torch.zeros((), dtype=torch.int64)
-    return out, scores.logsumexp(-1, keepdim=True), None, None, 0, 0, zero, zero, None
+    log_sums = torch.zeros(*query.shape[:-1], 1)  # attention_backward needs none
+    return out, log_sums, None, None, 0, 0, zero, zero, None
 
 
 def attention_backward(gradient, query, key, value, *rest):
@@ -117,41 +109,33 @@ def runnable(graph):
     code = code.replace("torch.cuda._DeviceGuard(0)", "nullcontext()")
     call = r"torch\.ops\.aten\._scaled_dot_product_cudnn_(attention\w*)\.default\("
     code = re.sub(call, r"\1(", code)
-    path = Path(gpu_compiler.FOLDER.name, f"{graph.kind}_on_cpu.py")
+    path = Path(gpu_compiler.FOLDER.name, f"{graph.kind}_{id(graph)}.py")
     path.write_text(code)  # Triton reads the source of kernels
-    scope = dict(__name__=graph.kind, __file__=str(path), nullcontext=contextlib.nullcontext)
+    scope = dict(__name__=path.stem, __file__=str(path), nullcontext=contextlib.nullcontext)
     scope |= dict(attention=attention, attention_backward=attention_backward)
     exec(compile(code, path, "exec"), scope)
     return scope["call"]
 
 
-def relative_difference(found, exact):
-    return ((found - exact).norm() / exact.norm()).item()
-
-
-def compare_with_eager(graphs, args):
+def compare_with_eager(args):
     """Return {name: relative difference} of the losses and of all gradients."""
-    mend_interpreter()
-    torch.default_generator.manual_seed(0)
+    validation, forward, backward = compile_step(args, torch.float32)
     model = train_gpt2.GPT(args)
-    for name, p in model.named_parameters():
-        if "c_proj" in name:
-            torch.nn.init.normal_(p, std=0.02)  # it begins as zeros, which would hide faults
-    given = {}
+    given = {}  # by the names that torch.compile gives
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "c_proj" in name:
+            torch.nn.init.normal_(tensor, std=0.02)  # it begins as zeros, which would hide faults
         *modules, leaf = name.split(".")
         kind = "parameters" if isinstance(tensor, torch.nn.Parameter) else "buffers"
-        key = "l_self_" + "".join(f"modules_{m}_" for m in modules) + f"{kind}_{leaf}_"
-        given[key] = tensor
+        key = "l_self_" + "".join(f"modules_{module}_" for module in modules)
+        given[f"{key}{kind}_{leaf}_"] = tensor
     shape = args.device_batch_size, args.sequence_length
     inputs, targets = (torch.randint(args.vocab_size, shape) for _ in range(2))
     targets[0, :3] = -1
     given |= dict(l_inputs_=inputs, l_targets_=targets)
-    ngrams = None
+    ngrams = torch.randn(*shape, args.n_embd, requires_grad=True)  # stands for sums of the table
     if model.ngrams is not None:
-        ngrams = torch.randn(*shape, args.n_embd, requires_grad=True)
         model.ngrams.forward = lambda inputs: ngrams
-    validation, forward, backward = graphs
     tensors = [given.get(name, ngrams) for name in forward.inputs]
     values = [tensor.detach() for tensor in tensors]
     [validation_loss] = runnable(validation)(list(values))
@@ -159,22 +143,29 @@ def compare_with_eager(graphs, args):
     gradients = runnable(backward)([*saved, torch.ones(())])
     exact = model(inputs, targets)
     exact.backward()
-    differences = dict(
-        validation=abs(validation_loss / exact - 1).item(), loss=abs(loss / exact - 1).item()
-    )
+    pairs = {"validation": (validation_loss, exact), "loss": (loss, exact)}
     for name, tensor, gradient in zip(forward.inputs, tensors, gradients):
         if tensor.requires_grad:
-            differences[name] = relative_difference(gradient, tensor.grad)
-    return differences
+            pairs[name] = gradient, tensor.grad
+    return {name: ((a - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
 
 
-def main():
-    args = train_gpt2.parse_args(OPTIONS)
-    if MODE == "interpret":
-        print(json.dumps(compare_with_eager(compile_step(args, torch.float32), args)))
+def main(mode):
+    result = {}
+    if mode == "interpret":
+        mend_interpreter()
+        torch.default_generator.manual_seed(0)
+        for name, pieces in {"record7": {}, "all pieces": PIECES}.items():
+            result[name] = compare_with_eager(train_gpt2.Hyperparameters(**SMALL, **pieces))
     else:
-        print(json.dumps(summary(compile_step(args, torch.bfloat16))))
+        for preset in "record7", "candidate":
+            options = [f"--{name}={value}" for name, value in FULL_WIDTH.items()]
+            args = train_gpt2.parse_args([f"--preset={preset}", *options])
+            graphs = compile_step(args, torch.bfloat16)
+            result[preset] = [summary(graph) for graph in graphs]
+        compile_for_others(graphs)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

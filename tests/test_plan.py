@@ -1,5 +1,6 @@
 """The CUDA step compiled without a GPU: its kernels, their values, and the plan made of them."""
 
+import gzip
 import importlib.metadata
 import json
 import os
@@ -7,9 +8,11 @@ import re
 import subprocess
 import sys
 
+import compare_plan
 import pytest
 from conftest import ROOT
 
+RECORD = ROOT / "records" / "2026-11-23_Plan"
 VERSIONS = {"torch": "2.13.0", "triton": "3.7.1"}  # gpu_compiler.py changes parts of both
 
 
@@ -23,23 +26,19 @@ def installed(package):
 found = {package: installed(package) for package in VERSIONS}
 compiles = pytest.mark.skipif(found != VERSIONS, reason=f"needs {VERSIONS}, found {found}")
 
-# Two layers at full width.
-STEP = ["--n_layer=2", "--device_batch_size=8"]
-SMALL = [
-    "--n_layer=1", "--n_embd=32", "--n_head=1", "--vocab_size=64", "--sequence_length=16",
-    "--device_batch_size=2", "--batch_size=12", "--val_tokens=16",
-]  # fmt: skip
-PIECES = ["--max_ngram=3", "--ngram_rows=500", "--key_shift=1", "--logit_softcap=15"]
-
-# Triton kernels of STEP: launches, GB that they read and write.
+# Triton kernels of two layers at full width: launches, GB that they read and write.
 KERNELS = {
     "record7": {"validation": (27, 1.721), "forward": (26, 3.346), "backward": (23, 1.356)},
     "candidate": {"validation": (29, 1.798), "forward": (28, 3.397), "backward": (25, 1.406)},
 }
+SMALL = [
+    "--n_layer=1", "--n_embd=32", "--n_head=1", "--vocab_size=64", "--sequence_length=16",
+    "--device_batch_size=2", "--batch_size=12", "--max_ngram=3", "--ngram_rows=500",
+]  # fmt: skip
 
 
-def run_tool(path, *arguments):
-    """Return what a tool prints, in a process of its own."""
+def run_tool(path, *arguments, status=0):
+    """Run a tool in a process of its own; return what it printed."""
     done = subprocess.run(
         [sys.executable, str(ROOT / path), *arguments],
         capture_output=True,
@@ -47,81 +46,60 @@ def run_tool(path, *arguments):
         timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stderr
+    return done.stderr if status else done.stdout
 
 
-@pytest.fixture(scope="module", params=KERNELS)
-def step(request):
-    """Return (preset, what tests/gpu_step.py says of each graph)."""
-    preset = request.param
-    mode = "compile_for_all" if preset == "record7" else "compile"
-    return preset, json.loads(run_tool("tests/gpu_step.py", mode, f"--preset={preset}", *STEP))
+@pytest.fixture(scope="module")
+def steps():
+    """Return what tests/gpu_step.py says of each preset's graphs."""
+    return json.loads(run_tool("tests/gpu_step.py", "compile"))
 
 
 @compiles
-def test_the_step_is_one_graph_forward_and_one_backward(step):
-    _, graphs = step
+@pytest.mark.parametrize("preset", KERNELS)
+def test_a_step_is_one_graph_forward_and_one_backward(steps, preset):
+    graphs = steps[preset]
     assert [graph["kind"] for graph in graphs] == ["validation", "forward", "backward"]
-
-
-@compiles
-def test_only_products_and_attention_are_not_triton_kernels(step):
-    _, graphs = step
-    attention = "aten._scaled_dot_product_cudnn_attention"
-    external = [set(graph["external"]) for graph in graphs]
-    forward = {"extern_kernels.mm", attention}
-    assert external == [forward, forward, {"extern_kernels.mm", f"{attention}_backward"}]
-
-
-@compiles
-def test_every_kernel_has_a_configuration_without_spills(step):
-    _, graphs = step
     assert [graph["spilling"] for graph in graphs] == [[], [], []]
-
-
-@compiles
-def test_no_kernel_needs_int64_indices(step):
-    _, graphs = step
     assert [graph["int64"] for graph in graphs] == [[], [], []]
+    attention = "_scaled_dot_product_cudnn_attention"
+    external = [graph["external"] for graph in graphs]
+    assert external == [[attention, "mm"], [attention, "mm"], [f"{attention}_backward", "mm"]]
 
 
 @compiles
-def test_launches_and_bytes_do_not_grow(step):
-    preset, graphs = step
-    for graph in graphs:
+@pytest.mark.parametrize("preset", KERNELS)
+def test_launches_and_bytes_do_not_grow(steps, preset):
+    for graph in steps[preset]:
         launches, gigabytes = KERNELS[preset][graph["kind"]]
         assert graph["launches"] == launches, graph["kind"]
-        assert graph["bytes"] / 1e9 == pytest.approx(gigabytes, rel=0.02), graph["kind"]
+        assert graph["gigabytes"] == pytest.approx(gigabytes, rel=0.02), graph["kind"]
 
 
 @compiles
-def test_flops_are_those_of_the_formula(step):
+def test_flops_are_those_of_the_formula(steps):
     """6 operations per weight and token; attention: 2 products forward, 5 backward, causal."""
-    _, (_, forward, backward) = step
+    _, forward, backward = steps["record7"]
     tokens = 8 * 1024
     weights = 50304 * 768 + 2 * 12 * 768**2
-    assert forward["products"] + backward["products"] == 6 * weights * tokens
-    assert forward["attention"] + backward["attention"] == 7 * 2 * tokens * 1024 * 768
+    attention = 7 * 2 * tokens * 1024 * 768
+    assert forward["flops"] + backward["flops"] == 6 * weights * tokens + attention
 
 
 @compiles
-@pytest.mark.parametrize("pieces", [[], PIECES], ids=["record7", "all pieces"])
-def test_the_generated_kernels_compute_the_eager_loss_and_gradients(pieces):
-    differences = json.loads(run_tool("tests/gpu_step.py", "interpret", *SMALL, *pieces))
-    assert len(differences) == 2 + 7 + bool(pieces)  # losses, parameters, sum of n-grams
-    assert all(difference < 1e-5 for difference in differences.values()), differences
+def test_the_generated_kernels_compute_the_eager_loss_and_gradients():
+    for name, differences in json.loads(run_tool("tests/gpu_step.py", "interpret")).items():
+        inputs = 7 + (name == "all pieces")  # parameters and the sum of n-grams
+        assert len(differences) == 2 + inputs
+        assert all(difference < 1e-5 for difference in differences.values()), differences
 
 
 # ---- The plan -----------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def page():
-    """Return the plan of a small step of three ranks with an n-gram table."""
-    return run_tool("records/tools/plan.py", "--world_size=3", "--device=4090", *SMALL, *PIECES)
-
-
 @compiles
-def test_the_parts_add_up_to_the_step(page):
+def test_the_plan_of_a_small_step_of_three_ranks():
+    page = run_tool("records/tools/plan.py", "--world_size=3", "--device=4090", *SMALL)
+    assert "on 3 x 4090, 2 x 2 sequences on each" in page
     rows = re.findall(r"^\| (.+?) \| (\d+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|", page, re.M)
     ms = {part: float(value) for part, _, value in rows}
     launches = {part: int(value) for part, value, _ in rows}
@@ -131,29 +109,40 @@ def test_the_parts_add_up_to_the_step(page):
     wanted = {"products of head and loss", "attention, backward", "Newton-Schulz", "AdamW"}
     wanted |= {"Adagrad", "n-grams", "gradient accumulation", "communication"}
     assert wanted <= ms.keys()
-
-
-@compiles
-def test_the_collectives_are_those_of_train_step(page):
-    """Gradients in float32, updates of Muon in bfloat16, the loss and the sum of norms."""
+    # Gradients travel in float32, Muon's updates in bfloat16; then the loss and a sum of norms.
     matrices, tables = 12 * 32**2, (64 + 500) * 32
     size = 4 * (matrices + tables) + 2 * matrices + 8
-    rounds = 1  # of stacks of Muon: four square matrices, c_fc, c_proj
-    assert f"{2 + rounds} all_reduce of {size / 1e6:.1f} MB" in page
-    assert "on 3 x 4090, 2 x 2 sequences on each" in page
+    assert f"3 all_reduce of {size / 1e6:.1f} MB" in page  # Muon's three stacks travel in one
 
 
 @compiles
 def test_an_impossible_number_of_gpus_is_refused_in_one_sentence():
-    command = [sys.executable, str(ROOT / "records/tools/plan.py"), "--world_size=7"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "plan.py: world_size=7 must divide 512\n"
+    error = run_tool("records/tools/plan.py", "--world_size=7", status=1)
+    assert error == "plan.py: world_size=7 must divide 512\n"
+
+
+def test_a_plan_is_compared_with_a_trace(tmp_path, capsys):
+    """Two steps, with a product in Muon's range and one outside, on the GPU's clock."""
+    plan = tmp_path / "plan.txt"
+    parts = {"products of blocks, forward": 4, "embedding's gradient": 1, "step": 5}
+    plan.write_text(
+        "".join(f"| {part} | 1 | 2.0 | {ms}.00 | 9.9% |\n" for part, ms in parts.items())
+    )
+    events = [("user_annotation", "step", 0, 10_000), ("user_annotation", "step", 9000, 10_000)]
+    events += [("gpu_user_annotation", "Muon", 5000, 1000), ("kernel", "nvjet_hsh", 1000, 8000)]
+    events += [("kernel", "nvjet_hsh", 5500, 400), ("kernel", "triton_red_fused", 9000, 3000)]
+    events = [dict(zip(("cat", "name", "ts", "dur"), event)) for event in events]
+    trace = tmp_path / "trace.json.gz"
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    compare_plan.main([plan, trace])
+    rows = capsys.readouterr().out.splitlines()
+    assert "| products | 4.00 | 4.00 | 1.00 |" in rows
+    assert "| Triton kernels | 1.00 | 1.50 | 1.50 |" in rows
+    assert "| optimizers | 0.00 | 0.20 | n/a |" in rows
+    assert "| step | 5.00 | 10.00 | 2.00 |" in rows
 
 
 # ---- Figures of the READMEs ---------------------------------------------------------------------
-RECORD = ROOT / "records" / "2026-11-23_Plan"
-
-
 def figures(path):
     """Return (ms a step, minutes, GB at the peak) of a plan's output."""
     text = path.read_text()
@@ -165,10 +154,10 @@ def figures(path):
 
 def test_the_record_shows_the_figures_of_its_logs():
     page = (RECORD / "README.md").read_text()
-    logs = sorted(path.name for path in (RECORD / "before").iterdir())
-    for name in logs:
-        cells = zip(figures(RECORD / "before" / name), figures(RECORD / "after" / name))
-        row = [name.removesuffix(".txt"), *(value for pair in cells for value in pair)]
+    for path in sorted((RECORD / "before").iterdir()):
+        row = [path.stem]
+        for before, after in zip(figures(path), figures(RECORD / "after" / path.name)):
+            row += [before, after]
         assert f"| {' | '.join(row)} |" in page, row
 
 
