@@ -39,7 +39,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from compare import check_comparable, check_finished, check_repetitions, differences
 from report import command, escaped, markdown
-from runlog import NAMES, ROOT, logs_in, packages, read, require
+from runlog import NAMES, ROOT, packages, read, require
 
 with packages():
     from scipy import stats
@@ -174,9 +174,9 @@ def run_once(arm, round_, folder, cold):
 def collect(folder):
     """Return {arm: {round: Run}}, the base first. Raises ValueError if the runs do not compare."""
     arms = {}
-    for run in logs_in(folder):
-        if found := re.fullmatch(r"(.+)_(?:round|seed)(\d+)", run.path.stem):
-            arms.setdefault(found[1].replace("_", " "), {})[int(found[2])] = run
+    for path in sorted(folder.glob("*.txt")):
+        if found := re.fullmatch(r"(.+)_(?:round|seed)(\d+)", path.stem):
+            arms.setdefault(found[1].replace("_", " "), {})[int(found[2])] = read(path)
     base = next((name for name in BASES if name in arms), None)
     require(base and len(arms) > 1, f"{folder} holds no logs A_round1.txt, B_round1.txt, ...")
     rounds = sorted(arms[base])
@@ -318,7 +318,7 @@ def main(argv):
     if options.out:
         first, last = options.commands[0], options.commands[-1]
         arms = [make_arm("A", first, options.python_a)]
-        if options.python_b or first is not last:
+        if options.python_b or len(options.commands) == 2:
             arms.append(make_arm("B", last, options.python_b or sys.executable))
         with tempfile.TemporaryDirectory() as copies:
             for name, settings, diff in map(parse_arm, options.arm):

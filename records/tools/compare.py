@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from report import collect, command, escaped, markdown
+from report import SAME, check_starts, collect, command, escaped, fact, markdown, one_value
 from runlog import INCIDENTAL, packages, require
 
 with packages():
@@ -30,12 +30,10 @@ ALPHA = 0.01  # level of p
 POWER = 0.9  # of the least n
 MAX_RUNS = 10_000  # per side; a larger n is not searched for
 COMPARABLE = {  # what runs must share, or their losses do not compare
-    "validation tokens (val_hash)": lambda run: run.facts.get("val_hash"),
-    "number of processes": lambda run: run.facts.get("processes"),
-    "dtype of products": lambda run: run.facts.get("products"),
+    **{what: fact(name) for what, name in SAME.items()},
     "number of validation tokens": lambda run: run.settings.get("val_tokens"),
     "sequence_length": lambda run: run.settings["sequence_length"],
-    "hardware": lambda run: run.facts.get("device"),
+    "hardware": fact("device"),
     "target": lambda run: run.settings.get("target_val_loss"),
     "plan": lambda run: "in one go" if len(run.planned) < 2 else f"prolonged, {run.planned}",
 }
@@ -81,14 +79,8 @@ def check_group(name, runs, n):
         f"omit --n and claim no record",
     )
     check_repetitions(runs)
-    seeds = [run.seed for run in runs if run.seed is not None]
+    seeds = [run.seed for run in runs]
     require(len(set(seeds)) == len(seeds), f"{name} has a seed more than once: {sorted(seeds)}")
-    curves = [[point[:2] for point in run.points["train"] + run.points["val"]] for run in runs]
-    require(
-        all(curve not in curves[:i] for i, curve in enumerate(curves)),
-        f"{name} has runs with the same losses at every step: a run was copied, or its seed has no "
-        f"effect",
-    )
     losses = {run.val_loss for run in runs}
     require(len(losses) > 1, f"all losses of {name} are {losses}: no spread, no test")
 
@@ -98,21 +90,8 @@ def check_comparable(runs):
 
     Returns a list of what stays unknown because a log does not hold it.
     """
-    unknown = []
-    for what, value in COMPARABLE.items():
-        known = [run for run in runs if value(run) is not None]
-        for run in known:
-            require(
-                value(run) == value(known[0]),
-                f"the {what} of these runs differ: {value(known[0])} in {known[0].path}, "
-                f"{value(run)} in {run.path}",
-            )
-            require(
-                " then " not in str(value(run)),
-                f"the {what} of {run.path} changed when it was resumed: {value(run)}",
-            )
-        if len(known) < len(runs):
-            unknown.append(what)
+    check_starts(runs)
+    unknown = [what for what, value in COMPARABLE.items() if not one_value(what, value, runs)]
     if not same_training_data(runs):
         unknown.append("training tokens (data_hash)")
     return unknown
@@ -232,6 +211,7 @@ def check(sides, target, n):
         target in (None, logged) or not logged,
         f"--target={target} is not the target in the logs, {logged}: fix it before the runs",
     )
+    unknown = check_comparable(every)
     if n and len(sides) > 1:
         ours, theirs = (runs[0].tokens for _, runs in sides)
         require(
@@ -239,7 +219,7 @@ def check(sides, target, n):
             f"{sides[0][0]} read {ours:,} tokens and {sides[1][0]} {theirs:,}: the better side may "
             f"read fewer, not more",
         )
-    return check_comparable(every)
+    return unknown
 
 
 def parse(argv):

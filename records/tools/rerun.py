@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from compare import COMPARABLE, check_comparable, check_finished, differences, same_training_data
-from report import command
+from report import check_starts, command
 from runlog import INCIDENTAL, ROOT, logs_in, packages, read, require
 
 with packages():
@@ -46,13 +46,14 @@ def choose(folder, name):
     """Return (the run to repeat, the runs of its experiment with one run per seed)."""
     require(folder.is_dir(), f"{folder} is no folder: give one of records/")
     runs, names = [], {}
-    for place in [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]:
-        for run in logs_in(place):
-            if len(run.planned) == 1:  # no run in one go repeats one that was prolonged
-                runs.append(run)
-                for stem in run.label, run.path.stem:
-                    names.setdefault(str(place.relative_to(folder) / stem), []).append(run)
+    for run in logs_in(folder):
+        if len(run.planned) == 1:  # no run in one go repeats one that was prolonged
+            runs.append(run)
+            place = run.path.relative_to(folder).parent
+            for stem in run.label, run.path.stem:
+                names.setdefault(str(place / stem), []).append(run)
     require(runs, f"{folder} holds no log of a training run: its README says how it was measured")
+    check_starts(runs)
     require(name in (None, *names), f"{folder} has no run {name!r}: give one of {[*names]}")
 
     def experiment(run):
