@@ -31,7 +31,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -239,15 +238,14 @@ def history():
         groups = groups_of_record(folder)
         check(groups)
         if not groups:
-            rows.append([*first, "benchmarks", *[""] * 6])
+            rows.append([*first, "benchmarks", *[""] * 5])
         for group, runs in groups.items():
             steps, size = runs[0].last, runs[0].tokens_per_step
             hardware = f"{COLUMNS['device'](runs[0])}, torch {COLUMNS['torch'](runs[0])}"
-            per_step = middle([run.ms_per_step for run in runs], "{:.1f}")
             cells = [group, f"{len(runs)}", f"{steps:,}", f"{steps * size:,}"]
-            rows.append([*first, *cells, loss_of(runs), per_step, hardware])
+            rows.append([*first, *cells, loss_of(runs), hardware])
             first = ["", ""]
-    head = ["date", "record", "runs", "n", "steps", "tokens", "val loss", "ms/step", "hardware"]
+    head = ["date", "record", "runs", "n", "steps", "tokens", "val loss", "hardware"]
     return markdown(head, rows)
 
 
@@ -290,26 +288,6 @@ def loss_limits(runs):
     return values.min() - margin, values.max() + margin
 
 
-def new_figure(width, height):
-    """Return an empty figure. Only pictures need matplotlib."""
-    with packages():
-        from matplotlib.figure import Figure
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def plain(text, width=1000):
-    """Return text, broken into lines, in which matplotlib sees no formula."""
-    whole = dict(break_long_words=False, break_on_hyphens=False)
-    return textwrap.fill(text, width, **whole).replace("$", r"\$")
-
-
-def headed(figure, title, remark=""):
-    """Give a figure a title and a remark below."""
-    letters = figure.get_figwidth() * 11  # that fit in a line
-    figure.suptitle(plain(title, letters), fontsize=11)
-    figure.supxlabel(plain(remark, 1.2 * letters), fontsize=9, color="0.3")
-
-
 def draw_group(axes, runs, label, color, marker):
     """Draw losses against tokens: each run thin, the mean of a group thick."""
     size = runs[0].tokens_per_step
@@ -320,7 +298,7 @@ def draw_group(axes, runs, label, color, marker):
             axes.plot(points[:, 0] * size, points[:, 1], linewidth=0.5, markersize=3, **look)
         mean = mean_curve(curves)
         axes.plot(mean[:, 0] * size, mean[:, 1], linewidth=1.8, markersize=7, **look)
-    axes.plot([], [], color=color, marker=marker, label=plain(label))
+    axes.plot([], [], color=color, marker=marker, label=label)
 
 
 def draw_targets(panels, runs):
@@ -332,8 +310,28 @@ def draw_targets(panels, runs):
                 axes.axhline(target, linestyle="--", color="black", label=f"target {target:g}")
 
 
+def draw_results(axes, results):
+    """Draw {group: losses} as a dot per run, in order, and a line at the mean."""
+    names = []
+    for i, (name, losses) in enumerate(results.items()):
+        color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
+        x = np.linspace(i - 0.15, i + 0.15, len(losses)) if len(losses) > 1 else [i] * len(losses)
+        axes.plot(x, losses, linestyle="", color=color, marker=marker, markeredgecolor="white")
+        if losses:
+            axes.hlines(np.mean(losses), i - 0.3, i + 0.3, color=color)
+        names.append(name.replace("$", r"\$"))
+    axes.set_ylabel("validation loss at the end")
+    axes.set_xlim(-0.6, len(results) - 0.4)
+    axes.margins(y=0.1)
+    axes.set_xticks(range(len(results)), names, rotation=30, ha="right")
+    axes.grid(axis="y", alpha=0.3)
+
+
 def draw(groups, path):
     """Draw losses against tokens and, if a group has several runs, the result of each run."""
+    with packages():
+        from matplotlib.figure import Figure
+    require(Path(path).suffix == ".png", f"--picture={path} must end in .png")
     runs = [run for own in groups.values() for run in own]
     for run in runs:
         require(run.reached, f"{run.path} holds no step after step 0 to draw")
@@ -342,48 +340,21 @@ def draw(groups, path):
     for name, own in groups.items():
         results[name] = [run.val_loss for run in own] if loss_of(own) != "n/a" else []
     widths = [8] + [2 + 0.8 * len(groups)] * any(len(losses) > 1 for losses in results.values())
-    figure = new_figure(sum(widths), 5)
-    panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    figure = Figure(figsize=(sum(widths), 5), layout="constrained")
+    curves, *ends = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     for i, (name, own) in enumerate(groups.items()):
         result = loss_of(own) if results[name] else progress(own[0])
-        label = f"{name}: {result}, n={len(own)}"
-        draw_group(panels[0], own, label, COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)])
-    panels[0].set(xlabel="tokens read", xlim=(0, None), ylim=loss_limits(runs))
-    panels[0].set_ylabel("loss, nats per token")
-    panels[0].xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M")
-    panels[0].grid(alpha=0.3)
-    for axes in panels[1:]:
-        dots(axes, results, "validation loss at the end")
-    draw_targets(panels, runs)
-    panels[0].legend(fontsize=9, loc="upper right")
-    headed(figure, "Validation loss (solid) and training loss (dotted, averaged)")
-    save(figure, path)
-
-
-def dots(axes, groups, what, form="{:.4f}"):
-    """Draw {group: values} as a dot per run, in order, and a line at the mean.
-
-    A group without values keeps its place.
-    """
-    names = []
-    for i, (name, values) in enumerate(groups.items()):
-        color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
-        x = i + np.linspace(-0.15, 0.15, len(values)) if len(values) > 1 else [i] * len(values)
-        axes.plot(x, values, linestyle="", color=color, marker=marker, markeredgecolor="white")
-        if len(values):
-            axes.hlines(np.mean(values), i - 0.3, i + 0.3, color=color)
-            name += f"\n{form.format(np.mean(values))}"
-        names.append(name.replace("$", r"\$"))
-    axes.set_ylabel(what)
-    axes.set_xlim(-0.6, len(groups) - 0.4)
-    axes.margins(y=0.1)
-    slant = dict(rotation=30, ha="right") if max(map(len, names)) > 24 else {}
-    axes.set_xticks(range(len(groups)), names, **slant)
-    axes.grid(axis="y", alpha=0.3)
-
-
-def save(figure, path):
-    require(Path(path).suffix == ".png", f"--picture={path} must end in .png")
+        label = f"{name}: {result}, n={len(own)}".replace("$", r"\$")
+        draw_group(curves, own, label, COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)])
+    curves.set(xlabel="tokens read", xlim=(0, None), ylim=loss_limits(runs))
+    curves.set_ylabel("loss, nats per token")
+    curves.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M")
+    curves.grid(alpha=0.3)
+    for axes in ends:
+        draw_results(axes, results)
+    draw_targets([curves, *ends], runs)
+    curves.legend(fontsize=9, loc="upper right")
+    figure.suptitle("Validation loss (solid) and training loss (dotted, averaged)", fontsize=11)
     figure.savefig(path, dpi=90, metadata={"Software": None})
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import hashlib
 import math
 import re
 import sys
@@ -146,13 +145,6 @@ def with_new_names(settings):
     return {RENAMED_SETTINGS.get(name, name): value for name, value in settings.items()}
 
 
-def defaults(source):
-    """Return the names of the settings in the class Hyperparameters of a script."""
-    classes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef)]
-    nodes = [n for c in classes if c.name == "Hyperparameters" for n in c.body]
-    return {node.target.id for node in nodes if isinstance(node, ast.AnnAssign)}
-
-
 def read_header(path, text):
     """Return the Run of a log without its steps.
 
@@ -272,8 +264,3 @@ def is_log(path):
 def natural(path):
     """Return a sort key by which seed2 comes before seed10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
-
-
-def fingerprint(path):
-    """Return 16 hex digits that any change of a file changes."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
