@@ -85,14 +85,22 @@ def make_arm(name, text, python, diff=None, folder=None):
 
 
 def patched(script, diff, folder):
-    """Return the path of a copy of the script, in a new folder, with the diff applied."""
+    """Return the path of an edited copy of the script, in a new folder.
+
+    Each hunk is found by its context, so a line `@@` without numbers is enough.
+    """
+    text = script.read_text()
+    _, *hunks = re.split(r"^@@.*\n", diff.read_text(), flags=re.M)
+    require(hunks, f"{diff} holds no hunk: each begins with a line `@@`")
+    for hunk in hunks:
+        lines = hunk.splitlines()
+        old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
+        new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
+        places = text.count(old)
+        require(places == 1, f"{diff} does not apply: {places} places in {script} fit {hunk!r}")
+        text = text.replace(old, new)
     copy = Path(tempfile.mkdtemp(dir=folder), "train_gpt2.py")
-    copy.write_text(script.read_text())
-    # Outside any repository, or git would look for the file from its root.
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder)}
-    argv = ["git", "apply", str(diff.resolve())]
-    done = subprocess.run(argv, cwd=copy.parent, env=environment, capture_output=True, text=True)
-    require(done.returncode == 0, f"{diff} does not apply to {script}: {done.stderr.strip()}")
+    copy.write_text(text)
     return copy
 
 
@@ -157,7 +165,8 @@ def run_once(arm, round_, folder, cold):
     with tempfile.TemporaryDirectory() as cache:
         caches = dict.fromkeys(CACHES, cache) if cold else {}
         environment = os.environ | arm.environment | caches
-        done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+        pipes = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(argv, env=environment, **pipes)
     said = (done.stdout + done.stderr).strip().splitlines() or ["it printed nothing"]
     failed = f"{shlex.join(argv)} ended with {done.returncode}: {said[-1]}"
     require(done.returncode == 0, failed)
