@@ -173,16 +173,16 @@ def test_flops_per_token_leave_out_tables_that_are_only_looked_up():
 
 # ---- Resumed runs -------------------------------------------------------------------------------
 def test_fault_10_an_abandoned_branch_is_no_part_of_the_run(tmp_path):
-    path = write_log(tmp_path / "a.txt", stopped_at=35)
+    path = write_log(tmp_path / "a.txt", stopped_at=35, every=5)
     run = resumed_log(path, 25, stopped_at=30, loss=9.0, hash="2" * 12)
-    assert (run.steps, run.reached, run.val_loss) == (20, 30, 4.0)
+    assert (run.steps, run.reached, run.val_loss) == (25, 30, 3.75)
     assert [step for step, *_ in run.points["train"]] == list(range(1, 31))
-    assert run.hashes == {20 * run.tokens_per_step: "1" * 12}
+    assert list(run.hashes) == [step * run.tokens_per_step for step in (5, 10, 15, 20, 25)]
     assert (run.fault, run.last) == ("unfinished", 40)
     run = resumed_log(path, 10, loss=2.5, hash="3" * 12)
-    assert run.finished and [step for step, *_ in run.points["val"]] == [0, 20, 40]
+    assert run.finished and [step for step, *_ in run.points["val"]] == [0, 5, 10, 20, 40]
     assert [step for step, *_ in run.points["train"]] == list(range(1, 41))
-    assert set(run.hashes.values()) == {"3" * 12} and run.val_loss == 2.5
+    assert (run.data_hash, len(run.hashes), run.val_loss) == ("3" * 12, 4, 2.5)
 
 
 def test_fault_10_a_resumed_run_of_the_script_is_read(tiny):
@@ -257,6 +257,14 @@ def test_fault_14_long_lines_of_a_log_take_no_time(before, filler, tmp_path):
     start = time.perf_counter()
     assert runlog.read(path).finished
     assert time.perf_counter() - start < 0.5
+
+
+def test_half_of_a_line_is_not_read(tmp_path):
+    path = write_log(tmp_path / "a.txt")
+    text = path.read_text()
+    path.write_text(text[: text.index("data_hash:", text.index("step:20/40 val_loss")) + 13])
+    run = runlog.read(path)
+    assert (run.reached, run.hashes, run.steps) == (20, {}, 0)
 
 
 @pytest.mark.parametrize("text", ["", "soak: 30 cycles", "hyperparameter a=1\n"])
