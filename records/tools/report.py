@@ -75,7 +75,6 @@ COLUMNS = {  # name: text of a run
     "val loss": validation,
     "train time": lambda run: "n/a" if run.train_ms is None else f"{run.train_ms / 1000:.0f} s",
     "ms/step": lambda run: shown(run.ms_per_step, "{:.1f}"),
-    "MFU": lambda run: shown(run.mfu, "{:.1%}"),
     "peak memory": lambda run: shown(run.number("peak_memory"), "{:.0f} MiB"),
     "compile": lambda run: shown(run.number("compile"), "{:.1f} s"),
     "torch": lambda run: shown(run.facts.get("torch")),

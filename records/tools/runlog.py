@@ -37,20 +37,19 @@ IMPLIED |= {"max_ngram": 0, "ngram_rows": 2**18, "key_shift": 0, "logit_softcap"
 IMPLIED |= {"init": "", "ngram_dropout": 0.0, "shuffle": False}
 
 
-def flops(parameters, n_layer, n_embd, sequence_length):
-    """Return the floating-point operations of a training step per token: 6N + 12LCT."""
-    return 6 * parameters + 12 * n_layer * n_embd * sequence_length  # attention: to all positions
-
-
 def flops_per_token(gpt, args):
-    """Return flops() of a model. Embedding tables that are only looked up do not count."""
+    """Return the floating-point operations of a training step per token: 6N + 12LCT.
+
+    Embedding tables that are only looked up do not count.
+    """
     modules = list(gpt.modules())
     tables = {m.weight for m in modules if hasattr(m, "num_embeddings")}
     tables -= {m.weight for m in modules if hasattr(m, "in_features")}  # tied to the head
     if getattr(gpt, "ngrams", None):
         tables.add(gpt.ngrams.weight)
     parameters = sum(p.numel() for p in gpt.parameters() if p not in tables)
-    return flops(parameters, args.n_layer, args.n_embd, args.sequence_length)
+    attention = 12 * args.n_layer * args.n_embd * args.sequence_length  # to all positions
+    return 6 * parameters + attention
 
 
 @contextlib.contextmanager
@@ -109,20 +108,6 @@ class Run:
     @property
     def tokens_per_step(self):
         return self.settings["batch_size"] * self.settings["sequence_length"]
-
-    @property
-    def mfu(self):
-        """Return the share of the GPUs' peak that the logged speed is, or None."""
-        peak = PEAK_FLOPS.get(self.facts.get("device"))
-        parameters, processes = self.number("parameters"), self.number("processes")
-        bf16 = self.facts.get("products") == "torch.bfloat16"
-        if not (bf16 and peak and parameters and processes and self.ms_per_step):
-            return None
-        if self.settings.get("max_ngram", 0) > 1:  # the table is only looked up
-            parameters -= self.settings["ngram_rows"] * self.settings["n_embd"]
-        shape = (self.settings[name] for name in ("n_layer", "n_embd", "sequence_length"))
-        tokens_per_second = 1000 * self.tokens_per_step / self.ms_per_step
-        return flops(parameters, *shape) * tokens_per_second / (peak * processes)
 
     @property
     def label(self):

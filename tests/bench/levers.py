@@ -2,8 +2,8 @@
 
 A lever is a function of (train_gpt2, run). It changes the module before a model is made, or the
 run: run.settings (a dict of Hyperparameters), run.attention (the kernel allowed; None for all),
-run.plain and run.plain_compiled (the step of tests/plain.py). `needs` is a device or a dtype that the
-lever needs to be measured. Levers that only concern CPUs or several processes were measured
+run.plain and run.plain_compiled (the step of tests/plain.py). Without the device or the dtype that
+a lever needs, it is not measured. Levers that only concern CPUs or several processes were measured
 once and are gone: see records/2026-11-21_Step.
 """
 
