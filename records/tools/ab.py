@@ -1,305 +1,343 @@
-"""Time two commands in turn on this machine, A B B A ..., and compare their logs.
+"""Compare commands, settings or edits of train_gpt2.py by interleaved runs on this machine.
 
-    python records/tools/ab.py "python train_gpt2.py --num_iterations=60" \\
-        "python train_gpt2.py --num_iterations=60 --compile=False" --rounds 6 --out logs/ab
-    python records/tools/ab.py "bash run.sh --num_iterations=60" --python_a OLD/bin/python \\
-        --python_b NEW/bin/python --rounds 6 --out logs/ab      # one command, two environments
-    python records/tools/ab.py --logs records/2026-11-21_Compile      # the table, from the logs
+    bash run.sh ab "bash run.sh" "bash run.sh --compile=False" --out logs/compile   # arms A and B
+    bash run.sh ab "bash run.sh" --python_b NEW/bin/python --cold --out logs/torch
+    bash run.sh ab "bash run.sh" --arm "no key shift: --key_shift=0" \\
+        --arm "softcap: softcap.diff" --out logs/arms     # arms that are changes of A
+    bash run.sh ab --logs logs/arms                       # only the table, from the logs
 
-Each command starts train_gpt2.py, or another script of its kind such as that of an older clone,
-once and gets --run_id, --log_dir and --seed (the round's number) added; `python` at its start, and
-PYTHON for run.sh, are the side's interpreter. --cold gives every run empty compiler caches, so that
-compile seconds are those of a first start. A run's time is a median over its steps; a ratio is the
-geometric mean over rounds of B / A with its 95% t-interval; losses, of equal seeds, are subtracted.
-Refused: a round that lacks a side or a result; sides that read other data; between two torch
-versions also other scripts or settings.
-Close other programs first. A GPU's busy % is sampled each second by nvidia-smi while a run lasts.
+Each arm runs once per round, with the number of the round as its seed. The order of the arms is
+reversed from round to round, so that a drift of the machine's speed cancels out. Close other
+programs first. --cold gives each run empty compiler caches, to measure a first start.
+
+Called again with the same commands, the tool keeps finished runs and resumes unfinished ones. It
+rejects a folder that holds other logs. It deletes nothing but the final weights of its own runs.
+
+Losses are compared by seed: the mean difference from A with its 95% t-interval, and a two-sided p
+that is corrected for the number of arms (Holm). Times and memory are compared by round: the
+geometric mean of the ratio to A with its 95% t-interval. The time of a run is the median over its
+steps. Times are omitted if a round was interrupted, because its runs were not interleaved.
 """
 
 import argparse
 import contextlib
+import hashlib
 import json
 import math
 import os
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from compare import check_finished, check_starts, differences, two_functions, unlike
-from report import command, dots, escaped, headed, markdown, new_figure, save
-from runlog import NAMES, ROOT, logs_in, natural, packages, read, require
+from compare import check_comparable, check_finished, check_repetitions, differences
+from report import command, escaped, markdown
+from runlog import NAMES, ROOT, packages, read, require
 
 with packages():
     from scipy import stats
 
-BUSY = "busy.json"  # {run: mean GPU utilization in %}, beside the logs
+PLAN = "ab.json"  # beside the logs: the arms, and whether a round was interrupted
+BASES = "A", "best"  # the arm that others are compared with; "best" in logs of 2026-11-22
+OWN_SETTINGS = NAMES | {"resume"}  # settings in which the runs of an arm may differ
+CACHES = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"  # TMPDIR: of compiled headers
+
+
+# ---- The runs -----------------------------------------------------------------------------------
+@dataclass
+class Arm:
+    name: str
+    argv: list
+    environment: dict  # what it adds to the environment
+    home: Path  # where the training script runs
+    identity: list  # what a continued comparison must share: command, interpreter, hash of script
+
+    def log(self, folder, round_):
+        return folder / f"{self.name.replace(' ', '_')}_round{round_}.txt"
+
+
+def make_arm(name, text, python, diff=None, folder=None):
+    """Return the Arm of a command; a diff is applied to a copy of its script, in the folder."""
+    argv, environment = shlex.split(text), {"PYTHON": python}
+    if argv[:1] == ["bash"] and Path("".join(argv[1:2])).name == "run.sh":
+        home = Path(argv[1]).resolve().parent
+        script = home / "train_gpt2.py"
+    else:
+        starts = {"python": [python], "torchrun": [python, "-m", "torch.distributed.run"]}
+        scripts = [word for word in argv if word.endswith(".py")]
+        rule = "must be `bash run.sh ...`, `python train_gpt2.py ...` or `torchrun ...`"
+        require(scripts and argv[0] in starts, f"{text!r} {rule}")
+        home, script = Path.cwd(), Path(scripts[0])
+        argv[:1] = starts[argv[0]]
+    if diff:
+        copy = patched(script, diff, folder)
+        argv = [str(copy) if Path(word) == script else word for word in argv]
+        environment["SCRIPT"], script = str(copy), copy  # run.sh reads SCRIPT
+    source = hashlib.sha256(script.read_bytes()).hexdigest()[:16]
+    return Arm(name, argv, environment, home, [text, python, source])
+
+
+def patched(script, diff, folder):
+    """Return the path of an edited copy of the script, in a new folder.
+
+    Each hunk is found by its context, so a line `@@` without numbers is enough.
+    """
+    text = script.read_text()
+    _, *hunks = re.split(r"^@@.*\n", diff.read_text(), flags=re.M)
+    require(hunks, f"{diff} holds no hunk: each begins with a line `@@`")
+    for hunk in hunks:
+        lines = hunk.splitlines()
+        old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
+        new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
+        places = text.count(old)
+        require(places == 1, f"{diff} does not apply: {places} places in {script} fit {hunk!r}")
+        text = text.replace(old, new)
+    copy = Path(tempfile.mkdtemp(dir=folder), "train_gpt2.py")
+    copy.write_text(text)
+    return copy
+
+
+def parse_arm(text):
+    """Return (name, settings, diff) of `name: settings` or `name: file.diff`."""
+    name, _, change = (part.strip() for part in text.partition(":"))
+    is_diff = change.endswith(".diff") and Path(change).is_file()
+    settings = shlex.split(change)
+    require(
+        re.fullmatch(r"[\w .+-]+", name)
+        and (is_diff or (settings and all(word.startswith("--") for word in settings))),
+        f"arm {text!r} must be `NAME: --setting=value ...` or `NAME: FILE.diff`, an existing file",
+    )
+    return (name, "", Path(change)) if is_diff else (name, change, None)
+
+
+def open_plan(folder, arms):
+    """Return the plan of a folder, a dict. Raises ValueError if it is of other arms."""
+    path = folder / PLAN
+    fix = "pass another --out, because ab.py never continues or changes other runs"
+    if not path.exists():
+        require(not any(folder.glob("*.txt")), f"{folder} holds other logs: {fix}")
+        return {"arms": {}, "interrupted": False}
+    plan = json.loads(path.read_text())
+    for arm in arms:
+        known = plan["arms"].get(arm.name, arm.identity)
+        require(known == arm.identity, f"{arm.name} in {folder} was {known}: {fix}")
+    return plan
+
+
+def run_all(arms, rounds, folder, cold):
+    """Run each arm in each round, unless its run is finished. Raises ValueError if a run fails."""
+    names = [arm.name for arm in arms]
+    require(len(set(names)) == len(names), f"the arms {names} must have different names")
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = open_plan(folder, arms)
+    plan["arms"] |= {arm.name: arm.identity for arm in arms}
+    for round_ in range(1, rounds + 1):
+        in_turn = arms if round_ % 2 else arms[::-1]
+        missing = [arm for arm in in_turn if not is_finished(arm.log(folder, round_))]
+        begun = any(arm.log(folder, round_).exists() for arm in arms)
+        plan["interrupted"] |= begun and len(missing) > 0
+        (folder / PLAN).write_text(json.dumps(plan, indent=1))
+        for arm in missing:
+            run_once(arm, round_, folder, cold)
+        check_comparable([read(arm.log(folder, round_)) for arm in arms])
+
+
+def is_finished(log):
+    with contextlib.suppress(ValueError):  # there is no log, or it does not yet hold the settings
+        return read(log).finished
+    return False
+
+
+def run_once(arm, round_, folder, cold):
+    """Run one arm to its end and remove its final weights. Raises ValueError if it fails."""
+    log = arm.log(folder, round_)
+    place = os.path.relpath(folder.resolve(), arm.home)
+    argv = [*arm.argv, f"--run_id={log.stem}", f"--log_dir={place}", f"--seed={round_}"]
+    if log.exists():
+        argv.append("--resume=auto")
+    with tempfile.TemporaryDirectory() as cache:
+        caches = dict.fromkeys(CACHES, cache) if cold else {}
+        environment = os.environ | arm.environment | caches
+        pipes = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(argv, env=environment, **pipes)
+    said = (done.stdout + done.stderr).strip().splitlines() or ["it printed nothing"]
+    failed = f"{shlex.join(argv)} ended with {done.returncode}: {said[-1]}"
+    require(done.returncode == 0, failed)
+    run = read(log)
+    check_finished(run)
+    print(f"{log.stem}: loss {run.val_loss:.4f}", file=sys.stderr, flush=True)
+    weights = log.with_suffix("") / "model.pt"
+    weights.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the folder holds checkpoints, or there is none
+        weights.parent.rmdir()
+
+
+# ---- The table ----------------------------------------------------------------------------------
+def collect(folder):
+    """Return {arm: {round: Run}}, the base first. Raises ValueError if the runs do not compare."""
+    arms = {}
+    for path in sorted(folder.glob("*.txt")):
+        if found := re.fullmatch(r"(.+)_(?:round|seed)(\d+)", path.stem):
+            arms.setdefault(found[1].replace("_", " "), {})[int(found[2])] = read(path)
+    base = next((name for name in BASES if name in arms), None)
+    require(base and len(arms) > 1, f"{folder} holds no logs A_round1.txt, B_round1.txt, ...")
+    rounds = sorted(arms[base])
+    require(len(rounds) > 1, f"{folder} holds one round: at least two are needed")
+    for name, runs in arms.items():
+        found = sorted(runs)
+        require(found == rounds, f"{name} has the rounds {found}, not {rounds}: run ab.py again")
+        check_repetitions([runs[round_] for round_ in rounds], OWN_SETTINGS)
+    unknown = check_comparable([run for runs in arms.values() for run in runs.values()])
+    require(
+        not any("data_hash" in what for what in unknown),
+        "the arms logged no data_hash after as many tokens: give all as many steps and one data",
+    )
+    return {base: arms.pop(base), **arms}
+
+
+def is_interleaved(folder, arms):
+    """Return whether each round ran in one go, so that times compare."""
+    path = folder / PLAN
+    if path.exists():
+        return not json.loads(path.read_text())["interrupted"]
+    return set(arms) == {"A", "B"}  # logs of an older tool that never continued
 
 
 def step_ms(run):
     """Return a run's ms a step: the median over windows of sqrt(N) of its N steps.
 
-    Windows, since logged times are whole milliseconds. Of few steps the mean, as logged.
+    Windows, because logged times are whole milliseconds. Of few steps the mean, as logged.
     """
     times = [ms for _, _, ms in run.points["train"]]
     size = math.isqrt(len(times))
     return np.median(np.diff(times[::size])) / size if size > 2 else run.ms_per_step
 
 
-def busy(run):
-    path = run.path.parent / BUSY
-    return json.loads(path.read_text()).get(run.path.stem) if path.exists() else None
+def paired(values):
+    """Return (mean, low, high, p) of paired differences: 95% t-interval and two-sided t-test."""
+    mean = np.mean(values)
+    if len(values) < 2:
+        return mean, math.nan, math.nan, math.nan
+    if not np.ptp(values):
+        return mean, mean, mean, math.nan
+    test = stats.ttest_1samp(values, 0)
+    return mean, *test.confidence_interval(0.95), test.pvalue
 
 
-METRICS = {  # name: (value of a run, its format, compared as a ratio)
-    "iteration, ms": (step_ms, "{:.1f}", True),
-    "tokens/s": (lambda run: 1000 * run.tokens_per_step / step_ms(run), "{:,.0f}", True),
-    "peak memory, MiB": (lambda run: run.number("peak_memory"), "{:.0f}", True),
-    "compile, s": (lambda run: run.number("compile"), "{:.1f}", True),
-    "validation loss": (lambda run: run.val_loss, "{:.4f}", False),
-    "MFU": (lambda run: run.mfu, "{:.1%}", True),
-    "GPU busy (NVML), %": (busy, "{:.0f}", True),
+def loss_difference(runs, base):
+    """Return (mean, low, high, p) of losses minus the base's; runs with one seed count once."""
+    by_seed = {}
+    for round_, run in runs.items():
+        by_seed.setdefault(run.seed, []).append(run.val_loss - base[round_].val_loss)
+    return paired([statistics.mean(values) for values in by_seed.values()])
+
+
+def holm(values):
+    """Return p-values corrected by Holm's rule, in the order given; NaN stays, and counts."""
+    values = np.array(values)
+    order = np.argsort(values)  # NaN comes last
+    factors = np.arange(len(values), 0, -1)
+    corrected = np.empty(len(values))
+    corrected[order] = np.minimum(1, np.maximum.accumulate(values[order] * factors))
+    return corrected
+
+
+METRICS = {  # name: (value of a run, format)
+    "ms a step": (step_ms, "{:.1f}"),
+    "peak memory, MiB": (lambda run: run.number("peak_memory"), "{:.0f}"),
+    "compile, s": (lambda run: run.number("compile"), "{:.1f}"),
 }
 
 
-def side_command(text, python, name, folder, seed):
-    """Return (argv, environment) of one run; name and folder of its log and its seed are added."""
-    argv = shlex.split(text)
-    shell = argv[:1] == ["bash"] and Path("".join(argv[1:2])).name == "run.sh"
-    require(
-        shell or argv[:1] in (["python"], ["torchrun"]),
-        f"{text!r} must start with python, torchrun or bash run.sh",
-    )
-    if argv[0] == "torchrun":
-        argv[:1] = ["python", "-m", "torch.distributed.run"]
-    if shell:
-        home = Path(argv[1]).resolve().parent  # to which run.sh goes
-        folder = os.path.relpath(Path(folder).resolve(), home)
-    else:
-        argv[0] = python
-    own = [f"--run_id={name}", f"--log_dir={folder}", f"--seed={seed}"]
-    return [*argv, *own], os.environ | {"PYTHON": python}
+def metric_cell(metric, runs, base):
+    """Return the median of a metric and, except for the base, its ratio to the base's."""
+    value, form = METRICS[metric]
+    pairs = [(value(run), value(base[round_])) for round_, run in runs.items()]
+    if any(None in pair for pair in pairs):
+        return "n/a"
+    middle = form.format(statistics.median(mine for mine, _ in pairs))
+    if runs is base or any(min(pair) <= 0 for pair in pairs):
+        return middle
+    mean, low, high, _ = paired([math.log(mine / other) for mine, other in pairs])
+    return f"{middle}, {math.exp(mean):.3f} ({math.exp(low):.3f} to {math.exp(high):.3f})"
 
 
-def torch_of(python):
-    """Return the version of torch that an interpreter imports."""
-    done = subprocess.run(
-        [python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True
-    )
-    require(done.returncode == 0, f"{python} cannot import torch: {done.stderr.strip()[-200:]}")
-    return done.stdout.split()[-1]
+def table(arms, timed):
+    """Return the table of all arms, the largest loss first, and what they differ in."""
+    base, *others = arms
+    first = next(iter(arms[base].values()))
+    found = {name: loss_difference(arms[name], arms[base]) for name in others}
+    corrected = dict(zip(others, holm([p for *_, p in found.values()])))
+    mean_loss = np.mean([run.val_loss for run in arms[base].values()])
+    rows, lines = [[base, f"{mean_loss:.4f}", "", ""]], []
+    for name in sorted(others, key=lambda name: -found[name][0]):
+        mean, low, high, _ = found[name]
+        interval = "one seed" if math.isnan(low) else f"{low:+.4f} to {high:+.4f}"
+        p = "n/a" if math.isnan(corrected[name]) else f"{corrected[name]:.2g}"
+        loss = np.mean([run.val_loss for run in arms[name].values()])
+        rows.append([name, f"{loss:.4f}", f"{mean:+.4f} ({interval})", p])
+        differ = differences(next(iter(arms[name].values())), first, OWN_SETTINGS)
+        lines.append(f"{escaped(name)} differs from {base} in: {escaped(differ)}.")
+    metrics = list(METRICS) if timed else []
+    for row in rows:
+        row += [metric_cell(metric, arms[row[0]], arms[base]) for metric in metrics]
+    head = ["arm", "val loss", f"minus {base} (95%)", "p, corrected"]
+    head += [f"{metric}, ratio (95%)" for metric in metrics]
+    size = f"{len(arms[base])} rounds of {first.steps} steps of {first.tokens_per_step:,} tokens"
+    lines = [f"{size} on {escaped(str(first.facts.get('device')))}.", *lines]
+    return "\n".join([markdown(head, rows), "", *lines])
 
 
-def sampled(process, interval=1.0):
-    """Wait for a process; return the mean of nvidia-smi's GPU utilization until then, or None."""
-    samples, query = [], "nvidia-smi --query-gpu=utilization.gpu --format=csv,noheader,nounits"
-    while True:
-        if shutil.which("nvidia-smi"):
-            values = subprocess.getoutput(query).split()
-            samples += [float(value) for value in values if value.isdigit()]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(interval)
-            return statistics.mean(samples) if samples else None
-
-
-def run_once(argv, environment, log, cold):
-    """Run a command to its end; return its GPU's busy %. Raises ValueError if it fails."""
-    output = log.with_suffix(".out")
-    with tempfile.TemporaryDirectory() as cache, open(output, "w") as file:
-        if cold:  # torch 2.13 keeps compiled headers in TMPDIR, outside its cache's folder
-            names = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-            environment = environment | dict.fromkeys(names, cache)
-        process = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        utilization = sampled(process)
-    said = output.read_text().strip().splitlines()
-    require(
-        process.returncode == 0,
-        f"{shlex.join(argv)} ended with {process.returncode}: "
-        f"{said[-1] if said else 'it printed nothing'}",
-    )
-    output.unlink()
-    return utilization
-
-
-def interleave(options, folder):
-    """Run both sides in turn, each round in the other order than the one before."""
-    folder.mkdir(parents=True, exist_ok=True)
-    require(not logs_in(folder), f"{folder} holds logs already: pass another --out")
-    pythons = {"A": options.python_a, "B": options.python_b}
-    versions, used = {side: torch_of(python) for side, python in pythons.items()}, {}
-    for round_ in range(1, options.rounds + 1):
-        for side in "AB" if round_ % 2 else "BA":
-            name, text = f"{side}_round{round_}", options.commands[0 if side == "A" else -1]
-            argv, environment = side_command(text, pythons[side], name, folder, round_)
-            used[name] = run_once(argv, environment, folder / f"{name}.txt", options.cold)
-            run = read(folder / f"{name}.txt")
-            check_finished(run)
-            require(
-                run.facts["torch"] == versions[side],
-                f"{side} ran torch {run.facts['torch']}, but {pythons[side]} has {versions[side]}: "
-                f"install the requirements there",
-            )
-            print(f"{name}: {step_ms(run):.1f} ms a step", file=sys.stderr, flush=True)
-        if round_ == 1:
-            check(paired(folder, least=1))
-    if any(value is not None for value in used.values()):
-        (folder / BUSY).write_text(json.dumps(used, indent=1))
-
-
-def check(rounds):
-    """Raise ValueError for rounds, [(run of A, run of B)], that cannot be compared."""
-    every = [run for pair in rounds for run in pair]
-    check_starts(every)
-    require(
-        not any("data_hash" in what for what in unlike(every)),
-        "the sides logged no data_hash after as many tokens: give both as many steps and one data",
-    )
-    for a, b in rounds:
-        for run, first in zip((a, b), rounds[0]):
-            differ = differences(run, first, NAMES)
-            require(differ == "nothing", f"{run.path} differs from {first.path} in: {differ}")
-        one = a.sources == b.sources and a.definition(NAMES) == b.definition(NAMES)
-        require(
-            one or a.facts.get("torch") == b.facts.get("torch"),
-            f"two versions of torch are compared by one script with one set of settings, but these "
-            f"differ: {differences(a, b, NAMES)}",
-        )
-
-
-def paired(folder, least=2):
-    """Return the rounds of a folder, [(run of A, run of B)]; each log that is there counts."""
-    runs = {run.path.stem: run for run in logs_in(folder)}
-    names = sorted({name[1:] for name in runs if re.match("[AB]_round", name)}, key=natural)
-    rule = f"{folder} must hold whole logs A_round1.txt, B_round1.txt, A_round2.txt ..."
-    for name in names:
-        for side in "AB":
-            require(side + name in runs, f"{rule}, but {side}{name}.txt is missing")
-            check_finished(runs[side + name])
-    require(len(names) >= least, f"{rule} of at least {least} rounds: run ab.py with --out")
-    return [(runs["A" + name], runs["B" + name]) for name in names]
-
-
-def interval(a, b, ratio):
-    """Return (middle, low, high) of B / A (geometric) or B - A over rounds, 95% by Student's t."""
-    values = np.log(b) - np.log(a) if ratio else np.subtract(b, a)
-    middle, n = values.mean(), len(values)
-    half = stats.t.isf(0.025, n - 1) * values.std(ddof=1) / np.sqrt(n)
-    found = np.array([middle, middle - half, middle + half])
-    return np.exp(found) if ratio else found
-
-
-def row(name, rounds):
-    """Return one metric's cells: medians of A and B with ranges, and B against A."""
-    value, form, ratio = METRICS[name]
-    a, b = ([value(pair[i]) for pair in rounds] for i in (0, 1))
-
-    def side(x):
-        return (
-            f"{form.format(statistics.median(x))} ({form.format(min(x))} to {form.format(max(x))})"
-            if None not in x
-            else "n/a"
-        )
-
-    if None in a + b or (ratio and min(a + b) <= 0):
-        return [name, side(a), side(b), "n/a"]
-    if not ratio and len({run.seed for pair in rounds for run in pair}) == 1:
-        return [name, side(a), side(b), f"{statistics.mean(b) - statistics.mean(a):+.4f}, one seed"]
-    against = "{:.3f} ({:.3f} to {:.3f})" if ratio else "{:+.4f} ({:+.4f} to {:+.4f})"
-    return [name, side(a), side(b), against.format(*interval(a, b, ratio))]
-
-
-def versions(run):
-    names = "torch", "python", "numpy", "products", "threads"
-    return ", ".join(f"{name} {run.facts[name]}" for name in names if name in run.facts)
-
-
-def table(rounds):
-    """Return the text on a folder's rounds."""
-    a, b = rounds[0]
-    what = (
-        f"A: {versions(a)}. B: {versions(b)}. {a.facts.get('device')}, {a.steps} steps of "
-        f"{a.tokens_per_step:,} tokens, {len(rounds)} rounds in turn. B differs in: "
-        f"{differences(a, b, NAMES)}."
-    )
-    note = two_functions(a, b)
-    head = ["median (range)", "A", "B", "B / A, loss B - A (95%)"]
-    cells = markdown(head, [row(name, rounds) for name in METRICS])
-    return "\n".join([escaped(what), "", *([note, ""] if note else []), cells])
-
-
-def finding(rounds, names):
-    """Return what the iteration times of the rounds say."""
-    a, b = ([step_ms(pair[i]) for pair in rounds] for i in (0, 1))
-    middle, low, high = interval(a, b, ratio=True)
-    said = f"an iteration of {names[1]} takes {middle:.3f} times that of {names[0]}"
-    known = "" if low > 1 or high < 1 else "no difference shown: "
-    return f"{known}{said} (95%: {low:.3f} to {high:.3f}; {len(rounds)} rounds in turn)"
-
-
-def draw(rounds, path, names):
-    """Draw time, memory, compilation and loss of both sides, a dot a run, a thin line a round.
-
-    Times and memory start at 0, so that heights are to each other as the values are.
-    """
-    wanted = "iteration, ms", "peak memory, MiB", "compile, s", "validation loss"
-    figure, drawn = new_figure(11.5, 3.8), []
-    for axes, metric in zip(figure.subplots(1, len(wanted)), wanted):
-        value, form, ratio = METRICS[metric]
-        sides = [[value(pair[i]) for pair in rounds] for i in (0, 1)]
-        require(None not in sides[0] + sides[1], f"a log lacks its {metric}: nothing to draw")
-        places = np.linspace(-0.15, 0.15, len(rounds))  # as dots() has them
-        axes.plot([places, places + 1], sides, color="0.7", linewidth=0.7)
-        dots(axes, dict(zip(names, sides)), metric, form)
-        against = row(metric, rounds)[-1].replace(" (", "\n(95%: ")
-        axes.set_title(f"{'B / A' if ratio else 'B - A'}: {against}", fontsize=10)
-        if ratio:
-            axes.set_ylim(0, 1.15 * max(sides[0] + sides[1]))
-        drawn += [form.format(x) for side in sides for x in side] + [against]
-    sides = f"A: {names[0]}, B: {names[1]}. Thin lines: a round. Wide lines: means."
-    headed(figure, finding(rounds, names), sides)
-    save(figure, path, draw, dots, headed, *names, finding(rounds, names), *drawn)
-
-
+# ---- Command line -------------------------------------------------------------------------------
 def parse(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("commands", nargs="*", metavar="COMMAND", help="A and B, or one for both")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--python_a", default=sys.executable, help="A's interpreter")
-    parser.add_argument("--python_b", default=sys.executable, help="B's interpreter")
-    parser.add_argument("--cold", action="store_true", help="compile anew in every run")
-    parser.add_argument("--out", type=Path, help="a new folder for the logs")
-    parser.add_argument("--logs", type=Path, help="a folder of such logs: only print the table")
-    parser.add_argument("--names", nargs=2, default=["A", "B"], help="of the sides, in the picture")
-    parser.add_argument("--picture", help="a .png to draw; an .svg is written beside it")
+    add = parser.add_argument
+    add("commands", nargs="*", metavar="COMMAND", help="A, and B if it has a command of its own")
+    add("--arm", action="append", default=[], help="NAME: SETTINGS, or NAME: FILE.diff; repeat")
+    add("--rounds", type=int, default=6, help="default: 6")
+    add("--python_a", default=sys.executable, help="interpreter of A and its changes")
+    add("--python_b", help="interpreter of B")
+    add("--cold", action="store_true", help="compile anew in every run")
+    add("--out", type=Path, help="folder of the logs")
+    add("--logs", type=Path, help="only print the table of the logs in this folder")
     options = parser.parse_args(argv)
-    if options.logs is None and not (options.commands and len(options.commands) <= 2):
-        parser.error("give two commands, or one with --python_a and --python_b, or --logs")
-    if options.logs is None and options.out is None:
-        parser.error("give --out, a folder for the logs")
-    if options.rounds < 2 or options.rounds % 2:
-        parser.error(f"--rounds={options.rounds} must be 2, 4, ..., so that drift cancels out")
+    if bool(options.out) == bool(options.logs):
+        parser.error("give either --out, to run, or --logs, to read")
+    if options.out:
+        arms = len(options.commands) + len(options.arm) + bool(options.python_b)
+        if len(options.commands) not in (1, 2) or arms < 2:
+            parser.error("give two commands, or one with --arm or --python_b")
+        if options.rounds < 2 or options.rounds % 2:
+            parser.error(f"--rounds={options.rounds} must be 2, 4, ..., so that drift cancels out")
     return options
 
 
 def main(argv):
     options = parse(argv)
-    if options.logs is None:
-        interleave(options, options.out)
-    folder = options.logs or options.out
-    rounds = paired(folder if folder.is_absolute() or folder.exists() else ROOT / folder)
-    check(rounds)
-    print(table(rounds))
-    if options.picture:
-        draw(rounds, options.picture, options.names)
+    folder = options.out or options.logs
+    if options.out:
+        first, last = options.commands[0], options.commands[-1]
+        arms = [make_arm("A", first, options.python_a)]
+        if options.python_b or len(options.commands) == 2:
+            arms.append(make_arm("B", last, options.python_b or sys.executable))
+        with tempfile.TemporaryDirectory() as copies:
+            for name, settings, diff in map(parse_arm, options.arm):
+                text = f"{first} {settings}".strip()
+                arms.append(make_arm(name, text, options.python_a, diff, copies))
+            run_all(arms, options.rounds, folder, options.cold)
+    elif not folder.exists():
+        folder = ROOT / folder
+    arms = collect(folder)
+    print(table(arms, is_interleaved(folder, arms)))
     return 0
 
 

@@ -2,16 +2,20 @@
 
     bash run.sh records/<date>_<Name> [NAME] [--field=value ...]
 
-NAME: which of the record's runs, muon or muon_seed3; without it the first. Sources and settings
-come from its log, so the code in the log is executed: only repeat logs that you trust. Data come
-from where the log says; fields given here come last (--seed=11). The new loss is held against the
-group's logs: within the 99% prediction interval of their mean and standard deviation (Student's t)
-the exit status is 0, else 1; of a single run only the difference is said. Refused: other data than
-the record's, fields that make it another experiment, a group with a run that was cut or prolonged.
+NAME is a run of the record or a group of them, such as seeds/B_round5, muon_seed3 or muon. By
+default it is the experiment with the most seeds. The source and the settings come from the log, so
+the code in the log is executed: only rerun logs that you trust. Settings given here, such as
+--seed=11, come last; those that would make it another experiment are rejected.
+
+The new loss is compared with the 99% prediction interval of all runs of the experiment, one per
+seed (Student's t). The exit status is 0 if it is within, otherwise 1. For an experiment with one
+seed, only the difference is printed.
 """
 
 import argparse
+import ast
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,42 +23,47 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from compare import check_finished, check_starts, differences, training_data
-from report import command
-from runlog import INCIDENTAL, RENAMED_SETTINGS, ROOT, defaults, logs_in, packages, read, require
+from compare import COMPARABLE, check_comparable, check_finished, differences, same_training_data
+from report import check_starts, command
+from runlog import INCIDENTAL, ROOT, logs_in, packages, read, require
 
 with packages():
     from scipy import stats
 
 LEVEL = 0.99
 ROUNDING = 5e-5  # of a logged loss
-OUR_OWN = {"run_id", "log_dir", "resume"}  # settings that a repetition does not take over
+OWN_SETTINGS = {"run_id", "log_dir", "resume"}  # a repetition has its own
+
+
+def same_experiment(a, b):
+    equal = all(value(a) == value(b) for value in COMPARABLE.values())
+    return equal and differences(a, b) == "nothing"
 
 
 def choose(folder, name):
-    """Return (the run to repeat, the runs of its group)."""
-    records = [path.parent.name for path in sorted(ROOT.glob("records/*/README.md"))]
-    listed = ", ".join(f"records/{record}" for record in records)
-    require(Path(folder).is_dir(), f"{folder} is no record: give one of {listed}")
-    runs = logs_in(folder)
-    names = dict.fromkeys(name for run in runs for name in (run.label, run.path.stem))
-    require(
-        runs and "train_files" in runs[0].settings,
-        f"{folder} holds no log of a training run of train_gpt2.py: nothing to repeat",
-    )
+    """Return (the run to repeat, the runs of its experiment with one run per seed)."""
+    require(folder.is_dir(), f"{folder} is no folder: give one of records/")
+    runs, names = [], {}
+    for run in logs_in(folder):
+        if len(run.planned) == 1:  # no run in one go repeats one that was prolonged
+            runs.append(run)
+            place = run.path.relative_to(folder).parent
+            for stem in run.label, run.path.stem:
+                names.setdefault(str(place / stem), []).append(run)
+    require(runs, f"{folder} holds no log of a training run: its README says how it was measured")
+    check_starts(runs)
     require(name in (None, *names), f"{folder} has no run {name!r}: give one of {[*names]}")
-    run = next(run for run in runs if name in (None, run.label, run.path.stem))
-    group = [other for other in runs if other.label == run.label]
-    check_starts(group)
+
+    def experiment(run):
+        return {other.seed: other for other in runs if same_experiment(run, other)}
+
+    run = max(names[name] if name else runs, key=lambda run: len(experiment(run)))
+    group = list(experiment(run).values())
     for other in group:
         check_finished(other)
-        require(
-            len(other.planned) == 1,
-            f"{other.path} was prolonged in a resume, and no run in one go repeats it",
-        )
+    check_comparable(group)
     return run, group
 
 
@@ -69,7 +78,7 @@ def unpack(run, folder):
 
 
 def fetch(run):
-    """Make the data where it is of a kind that this repository can make."""
+    """Make the training data if this repository can make it."""
     pattern = run.settings["train_files"]
     if pattern.startswith("data/torch_sources/"):
         environment = os.environ | {"PYTHON": sys.executable}
@@ -80,11 +89,11 @@ def fetch(run):
 
 
 def arguments_of(run):
-    """Return the run's settings as command-line arguments, by the names that its source knows."""
-    known = defaults(next(iter(run.sources.values())))
-    names = {new: old for old, new in RENAMED_SETTINGS.items() if old in known}
-    settings = {n: v for n, v in run.settings.items() if n not in OUR_OWN and v is not None}
-    return [f"--{names.get(name, name)}={value}" for name, value in settings.items()]
+    """Return the run's settings as arguments, under the names that its source gives them."""
+    lines = re.findall(r"^hyperparameter (\w+)=(.*)$", run.path.read_text(), flags=re.M)
+    settings = {name: ast.literal_eval(value) for name, value in lines}
+    kept = {name: value for name, value in settings.items() if value is not None}
+    return [f"--{name}={value}" for name, value in kept.items() if name not in OWN_SETTINGS]
 
 
 def repeat(run, fields, log_dir):
@@ -101,45 +110,36 @@ def repeat(run, fields, log_dir):
     return log_dir / f"{name}.txt"
 
 
-def spread(losses):
-    """Return (low, high) in which another run's loss lies with probability LEVEL."""
-    n, half = len(losses), np.inf
-    if n > 1:
-        half = stats.t.isf((1 - LEVEL) / 2, n - 1) * np.std(losses, ddof=1) * np.sqrt(1 + 1 / n)
+def prediction_interval(losses):
+    """Return (low, high) between which another run's loss lies with probability LEVEL."""
+    n = len(losses)
+    scale = np.std(losses, ddof=1) * np.sqrt(1 + 1 / n)
+    half = scale * stats.t.isf((1 - LEVEL) / 2, n - 1) + ROUNDING
     return np.mean(losses) - half, np.mean(losses) + half
 
 
 def judge(again, run, group):
-    """Print how the repetition's loss lies; return the exit status."""
+    """Print how the repetition's loss compares; return the exit status."""
     check_finished(again)
-    here, there = again.facts.get("val_hash"), run.facts.get("val_hash")
-    require(
-        here == there,
-        f"val_hash is {here} here, {there} in the record: other validation tokens, so the losses "
-        f"do not compare",
-    )
-    require(
-        again.definition() == run.definition(),
-        f"another experiment, and not a repetition: {differences(again, run)}",
-    )
-    require(not training_data([run, again]), "no data_hash in common: the data cannot be compared")
-    products = [r.facts.get("products") for r in (again, run)]
-    if products[0] != products[1]:
-        print("products: {} here, {} in the log".format(*products))
-    losses = [other.val_loss for other in group]
-    low, high = spread(losses)
-    print(
-        f"\n{run.path}: seed {run.seed}, loss {run.val_loss:.4f}; again: seed {again.seed}, loss "
-        f"{again.val_loss:.4f}, {again.train_ms / 1000:.0f} s of training after "
-        f"{run.train_ms / 1000:.0f} s there."
-    )
+    for what in "val_hash", "torch", "products", "device":
+        here, there = again.facts.get(what), run.facts.get(what)
+        if here != there:
+            print(f"{what} is {here} here, {there} in the record")
+            require(what != "val_hash", "other validation tokens: the losses do not compare")
+    same = again.definition() == run.definition()
+    require(same, f"this is another experiment, not a repetition: {differences(again, run)}")
+    require(same_training_data([run, again]), "no data_hash in common: the data do not compare")
+    for name, one in (f"{run.path}", run), ("again", again):
+        seconds = one.train_ms / 1000
+        print(f"{name}: seed {one.seed}, loss {one.val_loss:.4f}, {seconds:.0f} s of training")
     if len(group) < 2:
-        print(f"One run has no spread: the losses differ by {again.val_loss - run.val_loss:+.4f}.")
+        print("one seed has no spread to compare with")
         return 0
-    within = low - ROUNDING <= again.val_loss <= high + ROUNDING
+    low, high = prediction_interval([other.val_loss for other in group])
+    within = low <= again.val_loss <= high
     print(
-        f"{'Within' if within else 'NOT within'} the spread of {run.label}, {low:.4f} to "
-        f"{high:.4f} ({LEVEL:.0%} prediction interval, n={len(losses)})."
+        f"{'Within' if within else 'NOT within'} the spread of the record, {low:.4f} to {high:.4f} "
+        f"({LEVEL:.0%} prediction interval, n={len(group)})."
     )
     return int(not within)
 
@@ -153,15 +153,10 @@ def main(argv):
     parser.add_argument("--log_dir", type=Path, default="logs")
     options, fields = parser.parse_known_args(argv)
     for field in fields:
-        require(
-            field.startswith("--") and field[2:].partition("=")[0] in INCIDENTAL,
-            f"{field} would make it another experiment: a repetition may only change "
-            f"{', '.join(sorted(INCIDENTAL - OUR_OWN))}",
-        )
+        allowed = field.startswith("--") and field[2:].partition("=")[0] in INCIDENTAL
+        legal = ", ".join(sorted(INCIDENTAL - OWN_SETTINGS))
+        require(allowed, f"{field} would make it another experiment: a rerun may change {legal}")
     run, group = choose(options.folder, options.name)
-    logged = run.facts.get("torch")
-    if logged != torch.__version__:
-        print(f"torch {torch.__version__} here, {logged} in the log")
     print(f"executing the code in {run.path}: only do this with logs that you trust", flush=True)
     fetch(run)
     return judge(read(repeat(run, fields, options.log_dir)), run, group)

@@ -1,0 +1,466 @@
+"""The tools that compare runs: compare.py, ab.py and rerun.py."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import ab
+import compare
+import numpy as np
+import pytest
+import rerun
+import runlog
+from conftest import ROOT, TINY, run_forked, write_shard
+from scipy import stats
+from test_records import write_group, write_log
+
+from train_gpt2 import Hyperparameters, main
+
+
+# ---- compare.py ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "arguments, status, said",
+    [
+        # By hand: the mean of x is 2, its variance 1, so t = (2 - 4) / sqrt(1 / 3).
+        ("--target=4", 0, "t=-3.46 p=0.037; the mean's 95% interval -0.4841 to 4.4841"),
+        ("--target=4", 0, "No verdict: --n"),
+        ("--target=4 --n=3", 1, "No record: p=0.037 is not below 0.01"),
+        ("--target=40 --n=3", 0, "Record: p=0.00012 is below 0.01, with the n=3"),
+        ("--target=-40 --n=3", 1, "No record: p=1"),
+        # y: mean 4, variance 4. t = -2 / sqrt(1/3 + 4/3), df = (5/3)^2 / ((1/9 + 16/9) / 2).
+        ("--against {}/y*", 0, "Welch's t=-1.55 df=2.9 p=0.22 (two-sided), p=0.11 (one-sided: x"),
+        ("--against {}/y*", 0, "x minus y: -2.0000, 95% interval -6.1554 to +2.1554."),
+        ("--against {}/y*", 0, "They differ in: learning_rate 0.01 against 0.02."),
+        ("--against {}/z* --n=3", 0, "Record: p="),
+    ],
+)
+def test_tests_by_hand(arguments, status, said, tmp_path, capsys):
+    write_group(tmp_path, "x", [1, 2, 3], target_val_loss=0)
+    write_group(tmp_path, "y", [2, 4, 6], target_val_loss=0, learning_rate=0.02)
+    write_group(tmp_path, "z", [21, 22, 23], target_val_loss=0)
+    assert compare.main([f"{tmp_path}/x*", *arguments.format(tmp_path).split()]) == status
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("deviations", [[1.0], [1.0, 1.0], [0.5, 2.0]])
+@pytest.mark.parametrize("effect", [0.8, 2.0])
+def test_least_n_has_the_power_by_simulation(effect, deviations):
+    n = compare.least_n(effect, deviations)
+    generator = np.random.default_rng(0)
+
+    def power(n):
+        x = generator.normal(-effect, deviations[0], (n, 20000))
+        if len(deviations) == 1:
+            return (stats.ttest_1samp(x, 0, alternative="less").pvalue < 0.01).mean()
+        y = generator.normal(0, deviations[1], (n, 20000))
+        test = stats.ttest_ind(x, y, equal_var=False, alternative="less")
+        return (test.pvalue < 0.01).mean()
+
+    assert power(n) > 0.9 - 0.02
+    assert n == 2 or power(n - 1) < 0.9 + 0.02
+
+
+TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
+
+
+@pytest.mark.parametrize(
+    "third, other, arguments, sentence",  # what the third run of a has, and what the runs of b have
+    [
+        ({"seed": 1}, {}, TARGET, "seed more than once"),
+        ({"stopped_at": 30}, {}, TARGET, "ended at step 20 of 40"),
+        ({"loss": float("nan")}, {}, TARGET, "diverged at step 40"),
+        ({"batch_size": 8}, {}, TARGET, "in: batch_size 8 against 4"),
+        ({"source": "another"}, {}, TARGET, "in: source of train_gpt2.py"),
+        ({"torch": "2.5.1"}, {}, TARGET, "in: torch 2.5.1 against 2.13.0"),
+        ({"processes": 2}, {}, TARGET, "number of processes of these runs differ"),
+        ({}, {"val_hash": "bb"}, AGAINST, "(val_hash) of these runs differ: aa in"),
+        ({}, {"hash": "2" * 12}, AGAINST, "the training data differ: data_hash after"),
+        ({}, {"val_tokens": 72}, AGAINST, "number of validation tokens of these runs differ"),
+        ({}, {"sequence_length": 4}, AGAINST, "sequence_length of these runs differ"),
+        ({}, {"device": "CPU two"}, AGAINST, "hardware of these runs differ"),
+        ({}, {"products": "torch.bfloat16"}, AGAINST, "dtype of products of these runs differ"),
+        ({}, {"target_val_loss": 1.6}, AGAINST, "target of these runs differ"),
+        ({}, {"first": 21}, AGAINST, "plan of these runs differ"),
+        ({}, {"num_iterations": 20}, AGAINST, "a read 1,280 tokens and b 640: the better side may"),
+        ({}, {"loss": 1.2}, AGAINST, "all losses of b are {1.2}: no spread"),
+        ({}, {}, "--target=1.5 --n=5", "a has 3 runs, but n=5 was fixed before"),
+        ({}, {}, "--target=1.7", "not the target in the logs, 1.5"),
+        ({}, {}, "--against {}/a*", "a log is on both sides"),
+        ({}, {}, "--against {}/b_seed1.txt", "b has 1 run"),
+    ],
+)
+def test_runs_that_do_not_compare(third, other, arguments, sentence, tmp_path):
+    for seed, loss in enumerate([1.2, 1.3, 1.25], 1):
+        write_log(
+            tmp_path / f"a_seed{seed}.txt",
+            **{"loss": loss, "seed": seed, **(third if seed == 3 else {})},
+        )
+        write_log(tmp_path / f"b_seed{seed}.txt", **{"loss": loss, "seed": seed, **other})
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        compare.main([f"{tmp_path}/a*", *arguments.format(tmp_path).split()])
+
+
+def test_data_hashes_compare_only_within_one_order(tmp_path, capsys):
+    """Shuffled runs have a hash per seed, and old scripts had a longer one."""
+    for seed, loss in enumerate([1.2, 1.3, 1.25], 1):
+        values = dict(seed=seed, hash=f"{seed}" * 12, shuffle=True)
+        write_log(tmp_path / f"a_seed{seed}.txt", loss, **values)
+        write_log(tmp_path / f"b_seed{seed}.txt", loss + 1, **values)
+        write_log(tmp_path / f"old_seed{seed}.txt", loss + 1, seed=seed, hash="2" * 16)
+        write_log(tmp_path / f"plain_seed{seed}.txt", loss, seed=seed, hash="1" * 12)
+        write_log(tmp_path / f"more_seed{seed}.txt", loss + 1, seed=seed, train_tokens=99)
+    a = f"{tmp_path}/a*"
+    assert compare.main([a, "--against", f"{tmp_path}/b*", "--n=3"]) == 0
+    assert compare.main([f"{tmp_path}/plain*", "--against", f"{tmp_path}/old*", "--n=3"]) == 0
+    assert "No record" not in capsys.readouterr().out
+    assert compare.main([a, "--against", f"{tmp_path}/more*", "--n=3"]) == 1
+    assert "No record: the logs do not hold the training tokens" in capsys.readouterr().out
+    write_log(tmp_path / "b_seed2.txt", 2.3, seed=2, hash="f" * 12, shuffle=True)
+    with pytest.raises(ValueError, match="the training data differ"):
+        compare.main([a, "--against", f"{tmp_path}/b*"])
+
+
+# ---- ab.py: the table ---------------------------------------------------------------------------
+def write_rounds(folder, **of_b):
+    for round_ in (1, 2):
+        write_log(folder / f"A_round{round_}.txt", 1.3 + round_ / 10, ms=100 * round_, seed=round_)
+        b = {"loss": 1.2 + round_ / 5, "ms": 150 * round_, "memory": 250, "seed": round_} | of_b
+        write_log(folder / f"B_round{round_}.txt", **b)
+
+
+def test_the_table_of_two_commands(tmp_path, capsys):
+    write_rounds(tmp_path, torch="2.5.1")
+    ab.main(["--logs", str(tmp_path)])
+    printed = capsys.readouterr().out
+    # The differences are 0.0 and 0.1: t = 1 with one degree of freedom, whose 97.5% is 12.7062.
+    loss = "1.5000 | +0.0500 (-0.5853 to +0.6853) | 0.5"
+    ratios = "225.0, 1.500 (1.500 to 1.500) | 250, 0.500 (0.500 to 0.500) | 3.5, 1.000 (1.000 to 1."
+    assert f"| B | {loss} | {ratios}" in printed
+    assert "| A | 1.4500 |  |  | 150.0 | 500 | 3.5 |" in printed
+    assert "B differs from A in: torch 2.5.1 against 2.13.0." in printed
+    write_rounds(tmp_path, seed=2)
+    write_log(tmp_path / "A_round1.txt", seed=2)
+    ab.main(["--logs", str(tmp_path)])
+    assert "(one seed) | n/a |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "of_b, sentence",
+    [
+        ({"hash": "2" * 12}, "the training data differ"),
+        ({"hash": "2" * 16, "train_tokens": 99}, "logged no data_hash after as many tokens"),
+        ({"val_hash": "bb"}, "validation tokens"),
+        ({"stopped_at": 30}, "B_round1.txt ended at step 20 of 40"),
+        (None, r"B has the rounds \[1\], not \[1, 2\]"),
+    ],
+)
+def test_arms_that_do_not_compare(of_b, sentence, tmp_path):
+    write_rounds(tmp_path, **(of_b or {}))
+    if of_b is None:
+        (tmp_path / "B_round2.txt").unlink()
+    with pytest.raises(ValueError, match=sentence):
+        ab.main(["--logs", str(tmp_path)])
+
+
+def test_intervals_cover_what_they_say():
+    generator = np.random.default_rng(0)
+    _, low, high, _ = np.transpose([ab.paired(x) for x in generator.normal(0.2, 0.05, (1000, 5))])
+    assert 930 < np.sum((low < 0.2) & (high > 0.2)) < 970
+    runs = [SimpleNamespace(seed=seed, val_loss=1.0) for seed in (1, 2, 1, 2)]
+    other = [SimpleNamespace(seed=run.seed, val_loss=1.0 + run.seed / 10) for run in runs]
+    # Repeated seeds are no new evidence: the interval is that of 0.1 and 0.2.
+    found = ab.loss_difference(dict(enumerate(other)), dict(enumerate(runs)))
+    assert found == pytest.approx(ab.paired([0.1, 0.2]))
+
+
+def test_holms_rule():
+    """The least p times their number, the next times one less, never falling, at most 1."""
+    np.testing.assert_allclose(ab.holm([0.04, 0.01, 0.5, 0.02]), [0.08, 0.04, 0.5, 0.06])
+    np.testing.assert_allclose(ab.holm([0.02, 0.03]), [0.04, 0.04])
+    np.testing.assert_allclose(ab.holm([0.9, np.nan, 0.8]), [1, np.nan, 1])
+
+
+def test_the_time_of_a_step_is_a_median_that_is_not_rounded():
+    times = [round(141.4 * step) + 5000 * (step > 30) for step in range(1, 61)]  # one slow step
+    run = SimpleNamespace(points={"train": [(0, 0, ms) for ms in times]}, ms_per_step=224.7)
+    assert ab.step_ms(run) == pytest.approx(141.4, abs=0.2)
+
+
+# ---- ab.py: the runs ----------------------------------------------------------------------------
+# Stands for train_gpt2.py: leaves a log and weights, and adds a line to the file runs.
+FAKE = """
+import json, os, pathlib, sys
+fields = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
+if "fail" in fields:
+    sys.exit("one sentence")
+caches = {os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
+out = pathlib.Path(fields["log_dir"], fields["run_id"])
+text = pathlib.Path(fields["log"]).read_text().replace("seed=1", "seed=" + fields["seed"])
+out.with_suffix(".txt").write_text(text[: text.index("step:30/")] if "cut" in fields else text)
+out.mkdir(exist_ok=True)
+(out / "model.pt").touch()
+said = [out.name, fields.get("resume"), os.environ.get("MARK"), os.environ["PYTHON"], *caches]
+with open(out.parent / "runs", "a") as file:
+    print(json.dumps(said), file=file)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """Return a command that starts FAKE."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    return f"python {tmp_path}/fake.py --log={write_log(tmp_path / 'log.txt')}"
+
+
+def test_arms_run_in_turn_and_go_on(fake, tmp_path, capsys):
+    out, python_b = tmp_path / "out", tmp_path / "python_b"
+    python_b.write_text(f'#!/bin/sh\nMARK=b exec {sys.executable} "$@"\n')
+    python_b.chmod(0o755)
+    command = [fake, f"--python_b={python_b}", "--arm=c d: --more=2", "--cold", f"--out={out}"]
+    ab.main([*command, "--rounds=2"])
+    printed = capsys.readouterr()
+    runs = [json.loads(line) for line in (out / "runs").read_text().splitlines()]
+    in_turn = ["A_round1", "B_round1", "c_d_round1", "c_d_round2", "B_round2", "A_round2"]
+    assert [name for name, *_ in runs] == in_turn
+    assert len({run[-1] for run in runs}) == 6 and {len(run) for run in runs} == {5}  # own caches
+    for name, resume, mark, python, _ in runs:
+        of_b = ("b", str(python_b)) if name[0] == "B" else (None, sys.executable)
+        assert (resume, mark, python) == (None, *of_b)
+        assert runlog.read(out / f"{name}.txt").seed == int(name[-1])
+    assert "| c d | 1.2500 | +0.0000" in printed.out and "| ms a step, ratio" in printed.out
+    assert not list(out.glob("*/model.pt"))
+    ab.main([*command, "--rounds=4"])  # two rounds more
+    assert "4 rounds of" in (more := capsys.readouterr().out) and "ms a step" in more
+    times = {path: path.stat().st_mtime_ns for path in out.glob("*.txt")}
+    # Killed in the middle of a round: finished runs stay, and the begun one is resumed.
+    begun = out / "B_round2.txt"
+    begun.write_text(begun.read_text().partition("\nresult ")[0] + "\n")
+    ab.main([*command, "--rounds=4"])
+    name, resume, *_ = json.loads((out / "runs").read_text().splitlines()[-1])
+    assert (name, resume) == ("B_round2", "auto")
+    assert {path for path in times if path.stat().st_mtime_ns != times[path]} == {begun}
+    assert "ms a step" not in capsys.readouterr().out  # its runs were not interleaved
+    (tmp_path / "fake.py").write_text(FAKE + "# edited")
+    with pytest.raises(ValueError, match="pass another --out"):
+        ab.main([*command, "--rounds=4"])
+    assert len((out / "runs").read_text().splitlines()) == 13
+
+
+def test_logs_that_the_tool_did_not_write_stay(fake, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "B_round2.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds other logs: pass another --out"):
+        ab.main([fake, fake, f"--out={tmp_path}/out"])
+    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["{fake}", "{fake} --fail=1"], "ended with 1: one sentence"),
+        (["{fake}", "{fake} --cut=1"], "ended at step 20 of 40"),
+        (["nice {fake}", "{fake}"], "must be `bash run.sh ...`"),
+        (["{fake}", "{fake}", "--arm=B: --x=1"], "must have different names"),
+        (["{fake}", "--arm=--max_ngram=0"], "must be `NAME: --setting=value"),
+        (["{fake}", "--arm=b:"], "must be `NAME: --setting=value"),
+        (["{fake}", "--arm=b: no.diff"], "an existing file"),
+        (["{fake}", "--arm=b: {tmp_path}/old.diff"], "does not apply: "),
+    ],
+)
+def test_commands_that_cannot_be(arguments, sentence, fake, tmp_path):
+    (tmp_path / "old.diff").write_text("--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-nothing\n+more\n")
+    arguments = [text.format(fake=fake, tmp_path=tmp_path) for text in arguments]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        ab.main([*arguments, f"--out={tmp_path}/out", "--rounds=2"])
+
+
+@pytest.mark.parametrize(
+    "tool, arguments, said",
+    [
+        (compare, "a", "give either --target or --against"),
+        (ab, "a b --out=c --rounds=3", "must be 2, 4, ..."),
+        (ab, "a --out=b", "give two commands, or one with --arm or --python_b"),
+        (ab, "a b", "give either --out, to run, or --logs, to read"),
+    ],
+)
+def test_arguments_that_are_missing(tool, arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        tool.main(arguments.split())
+    assert said in capsys.readouterr().err
+
+
+def test_commands_name_their_interpreter_and_place(tmp_path):
+    arm = ab.make_arm("A", f"torchrun --standalone {ROOT}/train_gpt2.py", "p")
+    assert arm.argv[:4] == ["p", "-m", "torch.distributed.run", "--standalone"]
+    (tmp_path / "train_gpt2.py").write_text("old\n")
+    diff = tmp_path / "a.diff"
+    diff.write_text("--- a/train_gpt2.py\n+++ b/train_gpt2.py\n@@\n-old\n+new\n")
+    arm = ab.make_arm("A", f"bash {tmp_path}/run.sh", "p", diff, tmp_path)
+    assert (arm.argv, arm.home) == (["bash", f"{tmp_path}/run.sh"], tmp_path)
+    assert arm.environment["PYTHON"] == "p"
+    with open(arm.environment["SCRIPT"]) as copy:
+        assert copy.read() == "new\n"
+
+
+def test_train_gpt2_goes_on_from_its_checkpoint(tiny, tmp_path, monkeypatch, capsys):
+    """Of two arms, one is a diff that changes nothing."""
+
+    def run(argv, **options):
+        return run_forked(dict(flag[2:].split("=", 1) for flag in argv[2:]), 1, argv[1])
+
+    monkeypatch.setattr(ab.subprocess, "run", run)
+    first = (ROOT / "train_gpt2.py").read_text().splitlines()[0]
+    diff = tmp_path / "nothing.diff"
+    diff.write_text(f"--- a\n+++ b\n@@ -1,2 +1,3 @@\n {first}\n+more\n \n")  # in the docstring
+    settings = {**tiny, "num_iterations": 4, "save_every": 2}
+    del settings["log_dir"]
+    text = shlex.join([f"--{name}={value}" for name, value in settings.items()])
+    arguments = [f"python {ROOT}/train_gpt2.py {text}", f"--arm=same: {diff}", "--rounds=2"]
+    arguments += ["--arm=slow: --muon_learning_rate=0.0001", f"--out={tmp_path}/out"]
+    ab.main(arguments)
+    table = capsys.readouterr().out
+    assert "| +0.0000 (+0.0000 to +0.0000) | n/a |" in table and "source of train_gpt2.py" in table
+    log, folder = tmp_path / "out" / "slow_round2.txt", tmp_path / "out" / "slow_round2"
+    whole = runlog.read(log).points
+    (folder / "state_step0000000004.pt").unlink()
+    log.write_text(log.read_text().partition("step:3/")[0])
+    ab.main(arguments)
+    assert "resume=auto: continuing after step 2\n" in log.read_text()
+    again = runlog.read(log).points
+    for kind in whole:
+        assert [point[:2] for point in again[kind]] == [point[:2] for point in whole[kind]]
+
+
+# ---- rerun.py -----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """A folder with the logs of a tiny record: an experiment in two subfolders, and another."""
+    folder = tmp_path_factory.mktemp("record")
+    stream = np.cumsum(np.random.default_rng(0).integers(1, 4, size=4000)) % 64
+    write_shard(folder / "data" / "train_0.bin", stream[:3000])
+    write_shard(folder / "data" / "val_0.bin", stream[3000:])
+    data = {"train_files": f"{folder}/data/train_*.bin", "val_files": f"{folder}/data/val_*.bin"}
+    runs = ("ab", "A_round1", 1, 6), ("ab", "B_round1", 1, 5), ("seeds", "B_round2", 2, 5)
+    for place, name, seed, steps in runs:
+        own = {"log_dir": str(folder / place), "run_id": name, "seed": seed}
+        main(Hyperparameters(**{**TINY, **data, **own, "num_iterations": steps}))
+    return folder
+
+
+def test_a_record_runs_again_from_its_log(record, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert rerun.main([str(record), "seeds/B", f"--log_dir={tmp_path}"]) == 0
+    printed = capfd.readouterr().out
+    losses = re.findall(r"seed 2, loss (\S+),", printed)
+    assert float(losses[0]) == pytest.approx(float(losses[1]), abs=0.002)
+    assert "Within the spread" in printed and "n=2" in printed
+    warning, _, later = printed.partition(f"executing the code in {record}/seeds/B_round2.txt")
+    assert later and "step:" not in warning and "step:1/5 train_loss" in later
+    run = runlog.read(next(tmp_path.glob("rerun_B_round2_*.txt")))
+    assert run.sources == runlog.read(record / "seeds" / "B_round2.txt").sources
+    assert "commit" not in run.facts, "it ran the logged sources, outside the repository"
+
+
+def test_the_experiment_with_the_most_seeds_is_chosen(record):
+    run, group = rerun.choose(record, None)
+    assert (run.path.stem, [other.seed for other in group]) == ("B_round1", [1, 2])
+    run, group = rerun.choose(record, "ab/A_round1")
+    assert (run.path.stem, [other.seed for other in group]) == ("A_round1", [1])
+    run, group = rerun.choose(ROOT / "records" / "2026-11-22_CPU_Step", None)
+    losses = [other.val_loss for other in group]
+    assert f"n={len(losses)}: {np.mean(losses):.4f}" == "n=10: 1.2936"  # as README says
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("records/2*")), ids=lambda path: path.name)
+def test_records_with_runs_can_be_rerun(path):
+    if not runlog.logs_in(path):
+        pytest.skip("no log of a training run")
+    run, _ = rerun.choose(path, None)
+    source = next(iter(run.sources.values()))
+    for argument in rerun.arguments_of(run):
+        name = argument[2:].partition("=")[0]
+        assert re.search(rf"^    {name}: ", source, flags=re.M), f"its script does not know {name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["2026-11-21_CPU_Record/muon_seed1", "2026-11-22_CPU_Step/ab/B_round1"]
+)
+def test_old_scripts_run_with_their_own_files_and_flags(name, record, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/data")  # as other programs may leave it
+    text = (ROOT / "records" / f"{name}.txt").read_text()
+    for setting, value in runlog.read(record / "ab" / "A_round1.txt").settings.items():
+        line = f"hyperparameter {setting}="
+        text = re.sub(f"^{line}.*$", f"{line}{value!r}", text, flags=re.M)
+    (tmp_path / "old.txt").write_text(text)
+    run = runlog.read(tmp_path / "old.txt")
+    again = runlog.read(rerun.repeat(run, [], tmp_path))
+    assert again.finished and again.sources == run.sources
+    assert rerun.judge(again, run=again, group=[again]) == 0
+
+
+def test_other_losses_data_or_settings_are_said(record, tmp_path, capsys):
+    run, group = rerun.choose(record, None)
+    again = runlog.read(run.path)
+
+    def end_with(one, loss):
+        one.points["val"][-1] = (5, loss, 1.0)
+
+    end_with(again, 9.0)
+    assert rerun.judge(again, run, group) == 1
+    assert "NOT within" in capsys.readouterr().out
+    assert rerun.judge(again, run, [run]) == 0
+    assert "one seed has no spread" in capsys.readouterr().out
+    for one in again, *group:
+        end_with(one, 1.1)
+    assert rerun.judge(again, run, [*group, run]) == 0  # the mean of three 1.1 is not quite 1.1
+    again.facts["products"] = "torch.int8"
+    assert rerun.judge(again, run, group) == 0
+    assert "products is torch.int8 here, torch." in capsys.readouterr().out
+    again.settings["n_layer"] = 9
+    with pytest.raises(ValueError, match="another experiment, not a repetition: n_layer 9 against"):
+        rerun.judge(again, run, group)
+    again.settings["n_layer"] = run.settings["n_layer"]
+    again.hashes[again.tokens] = "0"
+    with pytest.raises(ValueError, match="the training data differ"):
+        rerun.judge(again, run, group)
+    again.facts["val_hash"] = "0"
+    with pytest.raises(ValueError, match="other validation tokens"):
+        rerun.judge(again, run, group)
+    run.sources["../evil.py"] = ""
+    with pytest.raises(ValueError, match="source outside its folder"):
+        rerun.unpack(run, tmp_path / "unpacked")
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["{record}", "x"], "has no run 'x': give one of ['ab/A', 'ab/A_round1', 'ab/B'"),
+        (["{record}/data"], "holds no log of a training run"),
+        (["{record}/none"], "is no folder"),
+        (["{record}", "--n_layer=9"], "--n_layer=9 would make it another experiment"),
+    ],
+)
+def test_what_cannot_be_rerun(arguments, sentence, record):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        rerun.main([text.format(record=record) for text in arguments])
+
+
+def test_run_sh_reruns_records():
+    run = ["bash", ROOT / "run.sh", "records/2026-11-22_CPU_Step", "x"]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
+    said = r"rerun.py: records/2026-11-22_CPU_Step has no run 'x': give one of \['ab/A', .*\n"
+    assert done.returncode == 1 and re.fullmatch(said, done.stderr)
+
+
+def test_prediction_interval_covers_as_it_says():
+    generator = np.random.default_rng(0)
+    inside = 0
+    for x in generator.normal(1.3, 0.01, (20000, 6)):
+        low, high = rerun.prediction_interval(x[:5])
+        inside += low <= x[5] <= high
+    assert inside / 20000 == pytest.approx(0.99, abs=0.002)
