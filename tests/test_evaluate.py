@@ -220,7 +220,7 @@ def test_fault_13_the_runs_val_loss_is_compared_on_equal_tokens_only(tmp_path, c
         (["one.bin"], "too few tokens"),
         (["--stride=0"], "--stride=0 must be from 1"),
         (["--stride=17"], "--stride=17 must be from 1"),
-        (["--encoding=gpt7"], "unknown encoding 'gpt7'"),
+        (["--encoding=gpt7"], "encoding '?gpt7"),
         (["--device=cuda"], "PyTorch sees no GPU"),
     ],
 )

@@ -10,6 +10,7 @@ DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -174,6 +175,8 @@ def export(path, out, encoding_name=""):
         model.save_pretrained(made)
         tokenizer_of(encoding, args.sequence_length).save_pretrained(made)
         (made / "README.md").write_text(card, encoding="utf-8")
+        # safetensors makes a file that only its owner can read.
+        shutil.copymode(made / "config.json", made / "model.safetensors")
         difference = check(made, gpt, args, encoding)
         os.rename(made, out)
     return f"{path} -> {out}; its logits differ from those of GPT by at most {difference:.1g}"

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "data"), str(ROOT / "records" / "tools")]
 import pack  # noqa: E402
 from runlog import with_new_names  # noqa: E402
+from shards import read_manifest  # noqa: E402
 
 from train_gpt2 import GPT, Hyperparameters, UserError, product_dtype  # noqa: E402
 
@@ -115,8 +116,9 @@ def load(path, device="cpu", dtype=None):
     args = settings_of(state, path)
     try:
         with torch.device("meta"):  # without memory, as the settings may be of a huge model
-            GPT(args).load_state_dict(state["model"], assign=True)
-    except (RuntimeError, TypeError, KeyError) as error:
+            # A copy, because assign=True would also apply to the next use of this state dict.
+            GPT(args).load_state_dict(dict(state["model"]), assign=True)
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
         reason = textwrap.shorten(str(error), 300)
         fix = "use the train_gpt2.py of its run"
         raise UserError(f"{path} does not fit this train_gpt2.py: {fix} ({reason})") from None
@@ -134,7 +136,7 @@ def encoding_of(args, name=""):
     if not name and args.vocab_size < 1024:
         name = "bytes"
     if not name:
-        manifest = pack.read_manifest(ROOT / Path(args.train_files).parent / "manifest.json")
+        manifest = read_manifest(ROOT / Path(args.train_files).parent / "manifest.json")
         name = manifest.get("encoding", "gpt2")
         # The folder may have been packed again, as bytes, after this run.
         name = name.replace("bytes", "gpt2")
