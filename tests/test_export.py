@@ -11,6 +11,7 @@ import export
 import modeling_gpt2_speedrun
 import pytest
 import sample
+import tiktoken
 import torch
 import transformers
 import weights
@@ -113,8 +114,8 @@ def save(path, gpt, **fields):
     assert write_checkpoint(state, path, log)
 
 
-def tokens_of(*shape, vocab_size=257):
-    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(1))
+def tokens_of(*shape):
+    return torch.randint(257, shape, generator=torch.Generator().manual_seed(1))
 
 
 def close(a, b):
@@ -358,6 +359,11 @@ def test_end_of_text_is_one_token_that_the_encoding_knows(tokenizer):
     assert tokenizer.decode([97, 256, 98], skip_special_tokens=True) == "ab"
     assert len(tokenizer) == 257 and tokenizer.bos_token_id == tokenizer.eos_token_id == 256
     assert tokenizer.model_max_length == T
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 257}  # ids after end-of-text
+    encoding = tiktoken.Encoding(
+        "odd", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
+    )
+    assert export.tokenizer_of(encoding, T)("abc<|endoftext|>")["input_ids"] == [257, 99, 256]
 
 
 def test_ids_of_gpt2_are_tiktokens(gpt2_folder):
@@ -380,7 +386,7 @@ def test_ids_of_gpt2_are_tiktokens(gpt2_folder):
 
 def test_ids_that_no_text_has_are_not_generated(gpt2_folder):
     model = load_model(gpt2_folder)
-    inputs = tokens_of(4, 8, vocab_size=50257)
+    inputs = tokens_of(4, 8)
     assert model(inputs).logits[:, -1].argmax(-1).max() > 50256
     ids = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=5)
     assert ids.max() <= 50256

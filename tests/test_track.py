@@ -1,5 +1,6 @@
 """track.py: what a log says arrives in TensorBoard and Weights & Biases, also while it grows."""
 
+import re
 import sys
 import threading
 import time
@@ -31,6 +32,8 @@ def test_the_log_of_a_run_is_read_and_repeated_steps_are_sent_once(log):
     assert found == losses("\n".join(lines)) and len(found) == 9
     rates = [values["learning_rate"] for _, values in points if "learning_rate" in values]
     assert rates == [0.01, 0.01, 0]
+    ms = re.findall(r"^step:.* train_time:(\d+)ms", "\n".join(lines), re.M)
+    assert [values["train_seconds"] for _, values in points] == [int(time) / 1000 for time in ms]
     end = next(i for i, line in enumerate(lines) if line.startswith("step:5/"))
     resumed = [*lines[:end], *lines]  # as of a run that was killed and resumed
     assert list(track.points_of(resumed)) == [(None, settings), *points]
