@@ -2,12 +2,10 @@
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-records/tools/export.py puts a copy of this file into each folder that it writes. It needs torch and
-transformers, no other file, and computes what GPT in train_gpt2.py computes. Shapes: B sequences of
-T new tokens, S = T plus the cached ones, C = n_embd, V = vocab_size, H = n_head, D = C // H.
+records/tools/export.py copies this file into each folder that it writes. The file needs only torch
+and transformers, and it computes what GPT in train_gpt2.py computes. Shapes: B sequences of T new
+tokens, S = T plus the cached ones, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
-
-import copy
 
 import torch
 import torch.nn.functional as F
@@ -26,41 +24,26 @@ class GPT2SpeedrunConfig(PretrainedConfig):
         "max_position_embeddings": "sequence_length",
     }
 
-    def __init__(
-        self,
-        vocab_size=50304,
-        n_layer=12,  # blocks
-        n_head=6,  # attention heads
-        n_embd=768,  # channels
-        sequence_length=1024,  # tokens that the model sees at most: those of its training
-        max_ngram=0,  # longest n-gram in the table of n-grams; 0: no table
-        ngram_rows=2**18,  # rows of the n-gram table, shared by equal hashes
-        key_shift=0,  # positions by which each key is shifted right
-        logit_softcap=0.0,  # s: logits z are bounded by s tanh(z / s); 0: they are not
-        use_cache=True,
-        **others,
-    ):
-        self.vocab_size = vocab_size
-        self.n_layer = n_layer
-        self.n_head = n_head
-        self.n_embd = n_embd
-        self.sequence_length = sequence_length
-        self.max_ngram = max_ngram
-        self.ngram_rows = ngram_rows
-        self.key_shift = key_shift
-        self.logit_softcap = logit_softcap
-        self.use_cache = use_cache and self.can_cache
-        super().__init__(**others)
+    vocab_size: int = 50304
+    n_layer: int = 12  # blocks
+    n_head: int = 6  # attention heads
+    n_embd: int = 768  # channels
+    sequence_length: int = 1024  # largest number of tokens, as in training
+    max_ngram: int = 0  # longest n-gram that is hashed into the n-gram table; 0 or 1 disables it
+    ngram_rows: int = 2**18  # rows of the n-gram table; n-grams with equal hashes share a row
+    key_shift: int = 0  # positions by which keys are shifted right
+    logit_softcap: float = 0.0  # s: bounds logits z by s * tanh(z / s); 0 disables it
+    use_cache: bool = True
 
     @property
     def can_cache(self):
-        """Whether keys and values are all that later positions need of the earlier ones."""
+        """Whether the keys and values of earlier tokens suffice to continue."""
         return self.max_ngram < 2 and not self.key_shift
 
 
 def norm(x):
-    """RMSNorm over the last dimension, without gain; float32's eps whatever the dtype of x."""
-    return F.rms_norm(x, (x.size(-1),), eps=2**-23)
+    """RMSNorm over the last dimension, without a gain."""
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's epsilon, even if x is bfloat16
 
 
 def angles_of(positions, head_dim, base=10000.0):
@@ -79,35 +62,34 @@ def rotate(x, cos, sin):
 
 def visible_keys(attention_mask, T, S, device):
     """Return which of S keys each of the last T positions sees, bool (T, S) or (B, 1, T, S).
-    attention_mask: (B, S), 0 for padding, or None. Raises ValueError for another shape."""
+
+    attention_mask: (B, S), 0 for padding, or None.
+    """
     keys = torch.arange(S, device=device)
     queries = keys[S - T :, None]
     visible = keys <= queries
     if attention_mask is None:
         return visible
-    if attention_mask.ndim != 2 or attention_mask.size(1) != S:
-        shape = tuple(attention_mask.shape)
-        raise ValueError(f"attention_mask has shape {shape}: it must be (B, {S})")
-    itself = keys == queries  # padding sees itself: of no key at all, softmax would make NaN
+    itself = keys == queries  # padding sees itself, because softmax over no key would be NaN
     return visible & (attention_mask[:, None, None, :].bool() | itself)
 
 
 class NgramTable(nn.Module):
-    """Sum a table's rows of the last 2, 3, ... max_ngram tokens, found by hash."""
+    """A second embedding table, indexed by hashes of the last 2, 3, ... max_ngram tokens."""
 
     def __init__(self, config):
         super().__init__()
         self.max_ngram = config.max_ngram
         self.weight = nn.Parameter(torch.zeros(config.ngram_rows, config.n_embd))
 
-    def forward(self, input_ids, real):  # (B, T), bool (B, T) or None; to (B, T, C)
+    def forward(self, input_ids, real):  # (B, T), bool (B, T) or None, to (B, T, C)
         hashes = input_ids = input_ids.long()
         if real is not None:
-            input_ids = input_ids * real  # padding is 0, as is what comes before a sequence
+            input_ids = input_ids * real  # zeros, as before the start of a sequence
         total = 0.0
         for distance in range(1, self.max_ngram):
             earlier = F.pad(input_ids, (distance, 0))[:, : input_ids.size(1)]
-            hashes = hashes * 1000003 + earlier + 1  # modulo 2**64
+            hashes = hashes * 1000003 + earlier + 1  # int64 wraps around
             total = total + F.embedding(hashes % len(self.weight), self.weight)
         return total
 
@@ -125,7 +107,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
     def shift(self, k, real):  # (B, H, T, D), bool (B, T) or None
-        """Give each position the key of key_shift positions before; zeros before the sequence."""
+        """Shift keys key_shift positions to the right. Zeros fill the gap and replace padding."""
         if real is not None:
             k = k.masked_fill(~real[:, None, :, None], 0)
         return F.pad(k, (0, 0, self.key_shift, 0))[:, :, : k.size(2)]
@@ -166,9 +148,10 @@ class Block(nn.Module):
 
 
 class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
-    """The language model. Its head is its embedding: one weight, so nothing has to be tied."""
+    """The language model. Its embedding is also its output head, so there is nothing to tie."""
 
     config_class = GPT2SpeedrunConfig
+    _input_embed_layer = "wte"
     _no_split_modules = ("Block",)
     _supports_sdpa = True
 
@@ -179,21 +162,11 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         self.ngrams = NgramTable(config) if config.max_ngram > 1 else None
         self.post_init()
 
-    def get_input_embeddings(self):
-        return self.wte
-
-    def set_input_embeddings(self, value):
-        self.wte = value
-
-    def generate(self, inputs=None, generation_config=None, *more, **others):
-        """As in transformers; a model that cannot cache sees all tokens anew for each new one."""
-        if not self.config.can_cache and generation_config is None:
-            others["use_cache"] = False
-        elif not self.config.can_cache:
-            generation_config = copy.deepcopy(generation_config)
-            generation_config.use_cache = False
-            others.pop("use_cache", None)
-        return super().generate(inputs, generation_config, *more, **others)
+    def generate(self, *arguments, **options):
+        """Generate as in transformers, but without a cache if the model cannot use one."""
+        if not self.config.can_cache:
+            options["use_cache"] = False
+        return super().generate(*arguments, **options)
 
     def forward(
         self,
@@ -205,20 +178,19 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         **for_loss,
     ):
-        """Return CausalLMOutputWithPast: logits (B, T, V) in float32, loss and cache if asked for.
+        """Return CausalLMOutputWithPast: float32 logits (B, T, V), and loss and cache if requested.
 
-        input_ids: (B, T) int64. attention_mask: (B, S), 0 for padding; positions count padding,
-        too, as rotary attention depends on distances alone. labels: (B, T), the input_ids that the
-        tokens before them are to predict, -100 for those that do not count. logits_to_keep: only
-        those of so many last tokens; 0: all. A model with n-grams or a key shift makes no cache.
-        Raises ValueError where S is above sequence_length, or for a cache that such a model gets.
+        input_ids: (B, T) int64. attention_mask: (B, S), 0 for padding. Padding counts as positions,
+        because rotary attention depends only on distances. labels: (B, T), equal to input_ids;
+        those that are -100 do not count. logits_to_keep: the number of last positions whose logits
+        are returned; 0 for all. Raises ValueError if S is above sequence_length, or if the model
+        gets a cache although it has n-grams or a key shift.
         """
         config = self.config
         use_cache = config.use_cache if use_cache is None else use_cache
         if past_key_values is not None and not config.can_cache:
             raise ValueError(
-                "with n-grams or a key shift keys and values are not all that later tokens need: "
-                "give all tokens each time, without past_key_values"
+                "a model with n-grams or a key shift cannot use past_key_values: pass all tokens"
             )
         if use_cache and config.can_cache and past_key_values is None:
             past_key_values = DynamicCache()
@@ -226,8 +198,8 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         T = input_ids.size(1)
         S = past + T
         if config.sequence_length < S:
-            most = f"sequence_length={config.sequence_length}, the most that the model has learned"
-            raise ValueError(f"{S} tokens are more than {most}: give fewer")
+            limit = f"sequence_length={config.sequence_length}"
+            raise ValueError(f"{S} tokens are more than {limit}: pass fewer")
         device = input_ids.device
         cos, sin = angles_of(torch.arange(past, S, device=device), config.n_embd // config.n_head)
         visible = None

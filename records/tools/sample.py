@@ -6,7 +6,6 @@ edited model samples exactly as it was trained. The model sees the last sequence
 empty prompt begins a new document, and an end-of-text token ends a sample.
 """
 
-import argparse
 import codecs
 import sys
 import time
@@ -24,14 +23,12 @@ with packages():
     from train_gpt2 import UserError
 
 
-def of_last_position(compute_logits):
-    """Return compute_logits for the last position alone, which is all that sampling needs."""
-    return lambda x, *others: compute_logits(x[:, -1:], *others)
-
-
 def pick(logits, temperature, top_k, generator):
-    """Return a token id from logits (V,), float32: among the top_k most likely, 0: among all.
-    temperature: 0 takes the most likely one; above 1 flattens the distribution."""
+    """Return a random token id, distributed according to logits (V,), float32.
+
+    temperature: 0 takes the most likely token, and more than 1 flattens the distribution.
+    top_k: choose among this many of the most likely tokens; 0 allows all.
+    """
     if temperature == 0:
         return logits.argmax().item()
     if top_k:
@@ -43,11 +40,15 @@ def pick(logits, temperature, top_k, generator):
 
 @torch.no_grad()
 def generate(gpt, tokens, count, choose, T, n_vocab):
-    """Yield up to `count` ids that follow tokens, a list: each by choose(logits (n_vocab,))."""
+    """Yield `count` ids that follow tokens, a list. choose(logits (n_vocab,)) returns an id."""
     tokens = list(tokens)
     device = gpt.lm_head.weight.device
-    of_last = of_last_position(train_gpt2.compute_logits)
-    with mock.patch.object(train_gpt2, "compute_logits", of_last):
+    compute_logits = train_gpt2.compute_logits
+
+    def last_logits(x, *others):  # sampling needs those of the last position only
+        return compute_logits(x[:, -1:], *others)
+
+    with mock.patch.object(train_gpt2, "compute_logits", last_logits):
         for _ in range(count):
             inputs = torch.tensor([tokens[-T:]], device=device)
             logits = gpt(inputs)[0, -1, :n_vocab]  # the rest of the vocabulary is padding
@@ -56,7 +57,7 @@ def generate(gpt, tokens, count, choose, T, n_vocab):
 
 
 def write(ids, encoding, output):
-    """Print ids as text, as they come, until end-of-text; return how many there were."""
+    """Print ids as text while they are generated, until end-of-text; return their number."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be cut
     count = 0
     for token in ids:
@@ -70,22 +71,15 @@ def write(ids, encoding, output):
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(
-        prog="sample.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = weights.parser_for("sample.py", __doc__)
     add = parser.add_argument
     add("prompt", nargs="?", default="", help="what the text begins with")
-    add("--weights", default="", help=weights.HELP)
-    add("--log_dir", default="logs", help="where the newest is looked for")
-    add("--tokens", type=int, default=300, help="at most, of each sample (default: 300)")
-    add("--number", type=int, default=1, help="of samples (default: 1)")
-    add("--temperature", type=float, default=0.8, help="0: the most likely one (default: 0.8)")
-    add("--top_k", type=int, default=40, help="choose among so many; 0: all (default: 40)")
+    add("--tokens", type=int, default=300, help="length limit of each sample (default: 300)")
+    add("--number", type=int, default=1, help="number of samples (default: 1)")
+    add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
+    add("--top_k", type=int, default=40, help="candidates for each token; 0: all (default: 40)")
     add("--seed", type=int, default=0, help="the same seed gives the same samples (default: 0)")
-    add("--encoding", default="", help="of the text; empty: that of the training data")
-    add("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     args = parser.parse_args(argv)
     for name, least in dict(tokens=1, number=1, temperature=0, top_k=0, seed=0).items():
         value = getattr(args, name)
@@ -96,11 +90,9 @@ def parse_args(argv):
 
 def main(argv, output=sys.stdout):
     args = parse_args(argv)
-    path = weights.find(args.weights, args.log_dir)
+    path = weights.find(args.weights)
     gpt, settings, _ = weights.load(path, args.device, torch.float32)
     encoding = weights.encoding_of(settings, args.encoding)
-    if encoding.n_vocab > settings.vocab_size:
-        raise UserError(f"the encoding {encoding.name} does not fit {path}: give its --encoding")
     prompt = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
     generator = torch.Generator().manual_seed(args.seed)
 
@@ -122,9 +114,4 @@ def main(argv, output=sys.stdout):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"sample.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    weights.command(main)

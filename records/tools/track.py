@@ -3,8 +3,8 @@
     bash run.sh track logs/RUN.txt --tensorboard DIR     # then: tensorboard --logdir DIR
     bash run.sh track logs/RUN.txt --wandb PROJECT       # WANDB_MODE=offline needs no account
 
-It ends when the log says the result; until then Ctrl-C ends it. Steps that a resumed run repeats
-are sent once. Started again, it sends the whole log again; TensorBoard shows the newer points.
+It ends when the log contains the result, or by Ctrl-C. Steps that a resumed run repeats are sent
+once. Started again, it sends the whole log again.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from runlog import POINT, require
+from runlog import POINT
 
 
 def follow(path, pause=1.0):
@@ -29,13 +29,13 @@ def follow(path, pause=1.0):
                 line = line if line.startswith(b"result ") else b""
             else:  # the run has written nothing new, or half of a line
                 time.sleep(pause)
-                if path.stat().st_size < file.tell():  # the log was begun anew
+                if path.stat().st_size < file.tell():  # the log was started over
                     file.seek(0)
                     line = b""
 
 
 def points_of(lines):
-    """Yield (step, {name: value}) of the lines of a log; first (None, its hyperparameters)."""
+    """Yield (step, {name: value}) for the lines of a log; first (None, its hyperparameters)."""
     settings, latest = {}, {}
     for line in lines:
         if found := re.fullmatch(r"hyperparameter (\w+)=(.*)", line):
@@ -47,20 +47,16 @@ def points_of(lines):
             if step <= latest.get(kind, -1):  # a resumed run repeats steps
                 continue
             latest[kind] = step
-            values = {
-                f"{kind}_loss": float(found["loss"]),
-                "train_seconds": int(found["ms"]) / 1000,
-            }
+            loss, seconds = float(found["loss"]), int(found["ms"]) / 1000
+            values = {f"{kind}_loss": loss, "train_seconds": seconds}
             if found["lr"]:
                 values["learning_rate"] = float(found["lr"])
             yield step, values
 
 
 def to_tensorboard(points, folder):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError("TensorBoard is not installed: pip install tensorboard") from None
+    from torch.utils.tensorboard import SummaryWriter
+
     with SummaryWriter(folder, purge_step=0) as writer:
         for step, values in points:
             if step is None:
@@ -73,10 +69,8 @@ def to_tensorboard(points, folder):
 
 
 def to_wandb(points, project, name):
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError("Weights & Biases is not installed: pip install wandb") from None
+    import wandb
+
     with wandb.init(project=project, name=name) as run:
         for step, values in points:
             if step is None:
@@ -94,18 +88,21 @@ def main(argv):
     where.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     where.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases")
     options = parser.parse_args(argv)
-    require(options.log.is_file(), f"{options.log} is not a file: name a log, logs/RUN.txt")
+    if not options.log.is_file():
+        sys.exit(f"track.py: {options.log} is not a file: name a log, logs/RUN.txt")
     points = points_of(follow(options.log))
-    if options.tensorboard:
-        to_tensorboard(points, options.tensorboard)
-    else:
-        to_wandb(points, options.wandb, options.log.stem)
-
-
-if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
+        if options.tensorboard:
+            to_tensorboard(points, options.tensorboard)
+        else:
+            to_wandb(points, options.wandb, options.log.stem)
+    except ImportError as error:
+        sys.exit(f"track.py: {error.name} is not installed: pip install {error.name}")
+    except (OSError, ValueError) as error:
         sys.exit(f"track.py: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
