@@ -30,6 +30,7 @@ for folder in "", "data", "records/tools", "tests/bench":
 import train_gpt2  # noqa: E402
 
 STEP = "        lr_scale = lr_multiplier(step, args)\n"  # the line of train() that begins a step
+KILL = STEP + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 TINY = {
@@ -163,6 +164,19 @@ def run_forked(settings, processes=1, script=SCRIPT, timeout=120, flags=()):
         pytest.fail(f"still running after {timeout} s: {stdout}{stderr}")
     returncode = next((run.exitcode for run in runs if run.exitcode), 0)
     return SimpleNamespace(returncode=returncode, stdout=stdout, stderr=stderr)
+
+
+def trained(settings, processes=1, script=SCRIPT):
+    """Do what run_forked does, check that the run succeeds, and return its output."""
+    done = run_forked(settings, processes, script)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_here(settings, steps=None, **changes):
+    """Run in this process; stop after so many steps, if given. Return what main returns."""
+    args = train_gpt2.Hyperparameters(**{**settings, **changes})
+    return train_gpt2.main(args, None if steps is None else StopAfter(steps))
 
 
 def options(settings):

@@ -11,6 +11,7 @@ import venv
 import pytest
 import torch
 from conftest import (
+    KILL,
     SCRIPT,
     STEP,
     bits,
@@ -20,6 +21,7 @@ from conftest import (
     losses,
     run_forked,
     start,
+    trained,
     validations,
     wait_for,
 )
@@ -66,8 +68,7 @@ def test_the_file_alone_trains_is_killed_and_goes_on(tiny, tmp_path, bare_python
     """It ends with the losses, the data hash and the weights of a run from the repository."""
     fields = {**tiny, "num_iterations": 100, "allow_repeat": True, "val_loss_every": 50}
     fields |= {"run_id": "run", "save_every": 40}
-    whole = run_forked(fields)
-    assert whole.returncode == 0, whole.stderr
+    whole = trained(fields)
     alone = tmp_path / "alone"
     alone.mkdir()
     script = shutil.copy(SCRIPT, alone)
@@ -81,8 +82,8 @@ def test_the_file_alone_trains_is_killed_and_goes_on(tiny, tmp_path, bare_python
     assert done.returncode == 0, done.stderr
     assert f"\nresume=auto: continuing after step {step}\n" in done.stdout
     rows = losses(done.stdout)
-    assert rows == losses(whole.stdout)[-len(rows) :]
-    assert validations(done.stdout)[-1] == validations(whole.stdout)[-1]
+    assert rows == losses(whole)[-len(rows) :]
+    assert validations(done.stdout)[-1] == validations(whole)[-1]
     last = "state_step0000000100.pt"
     assert bits(alone / "logs" / "run" / last) == bits(tmp_path / "logs" / "run" / last)
     assert sorted(os.listdir(alone)) == sorted(["logs", "train_gpt2.py"])
@@ -90,7 +91,6 @@ def test_the_file_alone_trains_is_killed_and_goes_on(tiny, tmp_path, bare_python
 
 # ---- Other optimizers, by an edit of the one line that makes Muon -------------------------------
 MUON = "Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=gpt.dtype)"
-KILL = STEP + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
 COUNTING = '''class CountingSGD(torch.optim.SGD):
     """Keeps a counter in its groups, as Prodigy and schedule-free optimizers do."""
 
@@ -116,20 +116,16 @@ def test_another_optimizer_trains_and_goes_on_to_the_bit(name, tiny, tmp_path):
     """On one rank and on two. What it keeps in its groups is resumed, but for learning rates."""
     fields = {**tiny, "save_every": 2}
     script = edited_script(tmp_path, *CHANGES[name])
-    runs = [run_forked({**fields, "run_id": f"w{n}"}, n, script) for n in (1, 2)]
-    for done in runs:
-        assert done.returncode == 0, done.stderr
-        assert f"\n{name} parameters:6144\n" in done.stdout
-    one, two = (validations(done.stdout) for done in runs)
+    logs = [trained({**fields, "run_id": f"w{n}"}, n, script) for n in (1, 2)]
+    assert all(f"\n{name} parameters:6144\n" in log for log in logs)
+    one, two = (validations(log) for log in logs)
     assert [row[2] for row in one] == [row[2] for row in two]
     assert [row[1] for row in one] == pytest.approx([row[1] for row in two], abs=0.02)
     assert one[-1][1] < one[0][1] - 0.2
     fields |= {"run_id": "part", "resume": "auto"}
     script = edited_script(tmp_path, *CHANGES[name], (STEP, KILL))
     assert run_forked(fields, 2, script).returncode == -signal.SIGKILL
-    done = run_forked(fields, 2, script)
-    assert done.returncode == 0, done.stderr
-    assert "\nresume=auto: continuing after step 4\n" in done.stdout
+    assert "\nresume=auto: continuing after step 4\n" in trained(fields, 2, script)
     paths = [tmp_path / "logs" / run_id / "state_step0000000006.pt" for run_id in ("part", "w2")]
     assert bits(paths[0]) == bits(paths[1])
     group = torch.load(paths[0], weights_only=True)["optimizers"][1]["param_groups"][0]

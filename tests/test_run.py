@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
+    KILL,
     ROOT,
     STEP,
     bits,
@@ -23,8 +24,10 @@ from conftest import (
     finish,
     options,
     run_forked,
+    run_here,
     run_ranks,
     start,
+    trained,
     validations,
     write_shard,
 )
@@ -139,7 +142,7 @@ def test_a_target_is_that_of_the_presets_own_data(tiny, capsys):
         other = [f"--preset={preset}", "--val_files=other/*.bin"]
         assert parse_args(other).target_val_loss == 0
         assert parse_args([*other, "--target_val_loss=2"]).target_val_loss == 2
-    loss = main(Hyperparameters(**{**tiny, "target_val_loss": 0.0}))
+    loss = run_here(tiny, target_val_loss=0.0)
     assert capsys.readouterr().out.endswith(f"\nresult val_loss:{loss:.4f}\n")
 
 
@@ -178,8 +181,7 @@ def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
     """Without a comment or help it is read, listed, logged, saved and compared on resume."""
     new = AFTER_SETTINGS, "    my_knob: float = 1.0\n\n" + AFTER_SETTINGS
     script = edited_script(tmp_path, new)
-    done = run_forked({**tiny, "run_id": "knob", "my_knob": 2.5, "save_every": 3}, script=script)
-    assert done.returncode == 0, done.stderr
+    trained({**tiny, "run_id": "knob", "my_knob": 2.5, "save_every": 3}, script=script)
     assert "\nhyperparameter my_knob=2.5\n" in (tmp_path / "logs" / "knob.txt").read_text()
     path = tmp_path / "logs" / "knob" / "state_step0000000003.pt"
     done = run_forked({**tiny, "resume": path, "run_id": "other"}, script=script)
@@ -497,12 +499,11 @@ THREADS = """
 def test_the_run_is_the_same_on_any_number_of_processes(dtype, tiny, tmp_path, capsys):
     script = edited_script(tmp_path, (END, END + THREADS))
     for processes in (2, 3):
-        done = run_forked({**tiny, "dtype": dtype}, processes, script)
-        assert done.returncode == 0, done.stderr
-        assert f" processes:{processes} " in done.stdout and " micro_batch:2\n" in done.stdout
-        check_golden(done.stdout, dtype)
+        text = trained({**tiny, "dtype": dtype}, processes, script)
+        assert f" processes:{processes} " in text and " micro_batch:2\n" in text
+        check_golden(text, dtype)
     for size, taken in (12, 12), (5, 4), (1, 1):
-        main(Hyperparameters(**{**tiny, "device_batch_size": size, "dtype": dtype}))
+        run_here(tiny, device_batch_size=size, dtype=dtype)
         text = capsys.readouterr().out
         assert f" micro_batch:{taken}\n" in text
         check_golden(text, dtype)
@@ -527,21 +528,21 @@ def test_the_weights_of_the_best_validation_stay_where_the_text_repeats(tiny, tm
         losses = iter(made_up)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_gpt2, "evaluate", lambda *arguments, losses=losses: next(losses))
-            main(Hyperparameters(**{**fields, "run_id": "again", "resume": "auto"}))
+            run_here(fields, run_id="again", resume="auto")
         assert f"val_loss:3.0000: {folder}/best.pt\nresult" in capsys.readouterr().out
         best = torch.load(folder / "best.pt", weights_only=True)
         assert best["val_loss"] == 3.0
         assert best.keys() == torch.load(folder / "model.pt", weights_only=True).keys()
         (folder / "model.pt").unlink()
         (tmp_path / "logs" / "again.txt").unlink()
-    main(Hyperparameters(**{**fields, "num_iterations": 6, "warmdown_iters": 0, "run_id": "once"}))
+    run_here(fields, num_iterations=6, warmdown_iters=0, run_id="once")
     assert not (tmp_path / "logs" / "once" / "best.pt").exists()
 
 
 @pytest.mark.parametrize("steps, warned", [(9, False), (11, True)])
 def test_a_plan_that_repeats_its_text_much_says_so(steps, warned, tiny, capsys):
     fields = {**tiny, "batch_size": 186, "device_batch_size": 186, "allow_repeat": True}
-    main(Hyperparameters(**{**fields, "num_iterations": steps, "val_loss_every": 0}))
+    run_here(fields, num_iterations=steps, val_loss_every=0)
     assert (f"training text {steps} times" in capsys.readouterr().out) == warned
 
 
@@ -577,17 +578,15 @@ def test_each_preset_starts(preset, tmp_path, capsys):
 
 def test_a_compiled_run_is_killed_and_goes_on_to_the_bit(tiny, tmp_path):
     """It makes one graph for training and one for validation, and never another."""
-    kill = f"{STEP}        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
     fields = {**tiny, "compile": True, "dtype": "float32", "save_every": 2}
-    whole = run_forked({**fields, "run_id": "whole"})
-    assert whole.returncode == 0, whole.stderr
-    check_golden(whole.stdout, "float32")
+    whole = trained({**fields, "run_id": "whole"})
+    check_golden(whole, "float32")
     fields |= {"run_id": "part", "resume": "auto"}
-    done = run_forked(fields, script=edited_script(tmp_path, (STEP, kill)))
-    assert done.returncode == -signal.SIGKILL
-    done = run_forked(fields)
-    assert "resume=auto: continuing after step 4\n" in done.stdout, done.stderr
-    assert " graphs:2\n" in whole.stdout and " graphs:2\n" in done.stdout
+    killed = run_forked(fields, script=edited_script(tmp_path, (STEP, KILL)))
+    assert killed.returncode == -signal.SIGKILL
+    resumed = trained(fields)
+    assert "resume=auto: continuing after step 4\n" in resumed
+    assert " graphs:2\n" in whole and " graphs:2\n" in resumed
     last = "state_step0000000006.pt"
     assert bits(tmp_path / "logs" / "part" / last) == bits(tmp_path / "logs" / "whole" / last)
 
@@ -603,13 +602,14 @@ def test_a_recompilation_is_counted(tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="run.sh would train the 124M record here")
 def test_run_sh_trains_the_cpu_record_to_its_target(tmp_path):
+    environment = {**os.environ, "PYTHON": sys.executable}
+    environment.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(
         ["bash", ROOT / "run.sh", f"--log_dir={tmp_path}", "--run_id=record"],
         capture_output=True,
         text=True,
         timeout=540,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHON": sys.executable},
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     step, loss, _ = validations(done.stdout)[-1]

@@ -22,7 +22,6 @@ import torch
 from conftest import (
     SCRIPT,
     STEP,
-    StopAfter,
     bits,
     bits_of,
     both_dtypes,
@@ -32,7 +31,9 @@ from conftest import (
     losses,
     options,
     run_forked,
+    run_here,
     start,
+    trained,
     validations,
     wait_for,
     write_shard,
@@ -50,12 +51,6 @@ def faulty_script(folder, fault, when="step == 4", rank=0):
     condition = f'{when} and os.environ.get("RANK", "0") == "{rank}"'
     lines = f"        if {condition}:\n            {fault}\n"
     return edited_script(folder, (STEP, STEP + lines))
-
-
-def run_here(fields, steps=None, **changes):
-    """Run in this process; stop after so many steps, if given."""
-    args = Hyperparameters(**{**fields, **changes})
-    return main(args, None if steps is None else StopAfter(steps))
 
 
 def refused(sentence, fields, **changes):
@@ -102,35 +97,32 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_is_the_same(
 ):
     """Each run but the last ends two steps later: four by a signal, one while it saves."""
     fields = {**tiny, **LONGER, "dtype": dtype}
-    whole = run_forked({**fields, "run_id": "whole", "save_every": 12}, processes)
-    assert whole.returncode == 0, whole.stderr
+    whole = trained({**fields, "run_id": "whole", "save_every": 12}, processes)
     fields |= {"run_id": "part", "resume": "auto"}
     folder = tmp_path / "logs" / "part"
     for number, step in zip(SIGNALS, (2, 4, 6, 8)):
         fault = f"os.kill(os.getpid(), {int(number)})"  # of the last rank alone
         script = faulty_script(tmp_path, fault, "step == first_step + 2", processes - 1)
-        done = run_forked(fields, processes, script)
-        assert done.returncode == 0, done.stderr
-        assert f"resume=auto: continuing after step {step - 2}\n" in done.stdout
-        assert done.stdout.endswith(f"\nstopped by a signal after step {step}\n")
+        stopped = trained(fields, processes, script)
+        assert f"resume=auto: continuing after step {step - 2}\n" in stopped
+        assert stopped.endswith(f"\nstopped by a signal after step {step}\n")
         assert checkpoints(folder)[-1] == f"state_step{step:010d}.pt"
     line = "        os.replace(partial, path)\n"
     kill = "        if state.get('step') == 10:\n            os.kill(os.getpid(), signal.SIGKILL)\n"
     script = edited_script(tmp_path, (line, kill + line))
-    done = run_forked({**fields, "save_every": 1}, processes, script)
-    assert done.returncode == -signal.SIGKILL
+    killed = run_forked({**fields, "save_every": 1}, processes, script)
+    assert killed.returncode == -signal.SIGKILL
     assert checkpoints(folder)[-1] == "state_step0000000009.pt"
-    done = run_forked({**fields, "save_every": 12}, processes)
-    assert done.returncode == 0, done.stderr
-    assert "resume=auto: continuing after step 9\n" in done.stdout
+    last_part = trained({**fields, "save_every": 12}, processes)
+    assert "resume=auto: continuing after step 9\n" in last_part
     last = "state_step0000000012.pt"
     assert bits(folder / last) == bits(folder.parent / "whole" / last)
     assert not (folder / "partial").exists()
-    assert validations(whole.stdout)[-1] == validations(done.stdout)[-1]
+    assert validations(whole)[-1] == validations(last_part)[-1]
     log = (tmp_path / "logs" / "part.txt").read_text()  # auto goes on in the run's own log
-    trained = [row for row in losses(log) if row[1] == "train_loss"]
-    del trained[9]  # step 10 was trained twice, for it was not saved
-    assert trained == [row for row in losses(whole.stdout) if row[1] == "train_loss"]
+    rows = [row for row in losses(log) if row[1] == "train_loss"]
+    del rows[9]  # step 10 was trained twice, for it was not saved
+    assert rows == [row for row in losses(whole) if row[1] == "train_loss"]
 
 
 def test_a_second_signal_ends_the_run_at_once_if_two_seconds_later(tiny, tmp_path):
@@ -152,9 +144,8 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(tiny, tmp_path):
     script = faulty_script(tmp_path, "os.kill(os.getpid(), signal.SIGHUP)")
     ignore = "import signal\n\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     script.write_text(script.read_text().replace("import signal\n", ignore, 1))
-    done = run_forked(tiny, script=script)
-    assert done.returncode == 0, done.stderr
-    assert "step:6/6 val_loss" in done.stdout and "stopped" not in done.stdout
+    done = trained(tiny, script=script)
+    assert "step:6/6 val_loss" in done and "stopped" not in done
 
 
 class StopAtForwardPass(train_gpt2.StopRequest):
@@ -211,8 +202,7 @@ def test_a_signal_to_torchrun_saves(number, tiny, tmp_path):
 
 def test_a_killed_rank_is_restarted_by_torchrun(tiny, tmp_path):
     fields = {**tiny, **LONGER, "save_every": 4}
-    whole = run_forked({**fields, "run_id": "whole"}, 2)
-    assert whole.returncode == 0, whole.stderr
+    trained({**fields, "run_id": "whole"}, 2)
     first_time = 'step == 9 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
     script = faulty_script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", first_time)
     fields |= {"run_id": "again", "resume": "auto"}
@@ -466,8 +456,7 @@ def test_a_shard_that_is_lost_in_mid_run_costs_no_step(processes, tiny, tmp_path
     said = summary(run_forked(fields, processes, script))
     assert said.startswith("stopped after step 3 (checkpoint saved): ") and "train_1.bin" in said
     os.rename(f"{shard}.gone", shard)
-    done = run_forked(fields, processes)
-    assert done.returncode == 0 and "continuing after step 3\n" in done.stdout, done.stderr
+    assert "continuing after step 3\n" in trained(fields, processes)
 
 
 def test_the_log_holds_the_source_that_runs(tiny, tmp_path):
@@ -496,11 +485,10 @@ def test_a_run_starts_from_the_weights_of_another(processes, tiny, weights):
     states = []
     for path in weights, weights.with_name("state_step0000000006.pt"):
         fields = {**tiny, "init": path, "run_id": path.stem, "save_every": 6}
-        done = run_forked(fields, processes)
-        assert done.returncode == 0, done.stderr
-        rows = validations(done.stdout)
+        done = trained(fields, processes)
+        rows = validations(done)
         assert rows[0][:2] == (0, pytest.approx(last, abs=2e-4)) and rows[-1][1] < last
-        assert f"starting from the weights in {path}\n" in done.stdout
+        assert f"starting from the weights in {path}\n" in done
         states.append(bits(weights.parents[1] / path.stem / "state_step0000000006.pt"))
     assert states[0] == states[1]
 
@@ -543,14 +531,13 @@ def test_a_run_goes_on_with_other_processes_and_micro_batches(dtype, tiny, capsy
     run_here(fields, 3, run_id="half")
     fields["resume"] = f"{tiny['log_dir']}/half/state_step0000000003.pt"
     for processes, size in (1, 12), (2, 3), (3, 2):
-        done = run_forked({**fields, "device_batch_size": size}, processes)
-        assert done.returncode == 0, done.stderr
-        rows, expected = losses(done.stdout), losses(whole)[-5:]
+        done = trained({**fields, "device_batch_size": size}, processes)
+        rows, expected = losses(done), losses(whole)[-5:]
         assert [row[:2] for row in rows] == [row[:2] for row in expected]
         values = [float(loss) for _, _, loss in rows]
         tolerance = {"float32": 0.002, "bfloat16": 0.02}[dtype]
         assert values == pytest.approx([float(row[2]) for row in expected], abs=tolerance)
-        hashes = [[row[2] for row in validations(text)[-2:]] for text in (done.stdout, whole)]
+        hashes = [[row[2] for row in validations(text)[-2:]] for text in (done, whole)]
         assert hashes[0] == hashes[1]
 
 
@@ -918,8 +905,7 @@ def test_two_runs_never_write_one_log(half):
 def test_two_nodes_of_two_are_one_of_four(tiny, tmp_path):
     """Two torchrun agents on loopback, as the README starts them, against four processes of one."""
     fields = {**tiny, "device_batch_size": 3, "save_every": 6}
-    one = run_forked({**fields, "run_id": "one"}, 4)
-    assert one.returncode == 0, one.stderr
+    one = trained({**fields, "run_id": "one"}, 4)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -930,6 +916,6 @@ def test_two_nodes_of_two_are_one_of_four(tiny, tmp_path):
     agents = [start({**fields, "run_id": "two"}, 2, flags=flags) for _ in range(2)]
     ended = [finish(agent) for agent in agents]
     assert [done.returncode for done in ended] == [0, 0], ended
-    assert losses("".join(done.stdout for done in ended)) == losses(one.stdout)
+    assert losses("".join(done for done in ended)) == losses(one)
     last = "state_step0000000006.pt"
     assert bits(tmp_path / "logs" / "one" / last) == bits(tmp_path / "logs" / "two" / last)

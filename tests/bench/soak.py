@@ -2,13 +2,13 @@
 
     python tests/bench/soak.py --cycles 30 --processes 2 3     # some minutes for each on 2 cores
 
-A cycle starts `torchrun train_gpt2.py --resume=auto` (or by chance the newest checkpoint's name) and
-sends SIGKILL or SIGTERM to a random rank, to torchrun (rank -1), or SIGTERM to all of them at once
-(rank -2), as `pkill -f` or a cgroup's stop does. The moment is random, too: any from the start on,
-after some steps, or while a checkpoint is being written. After the last cycle the run goes on to its
-end. Prints a table of the cycles. The exit status is 1 unless all losses and hashes and the bits of
-the last checkpoint equal those of an uninterrupted run, no step is lost by a signal that a step could
-answer, and every run ended within a minute of its signal.
+A cycle starts `torchrun train_gpt2.py --resume=auto` (or by chance the newest checkpoint's name)
+and sends SIGKILL or SIGTERM to a random rank, to torchrun (rank -1), or SIGTERM to all of them at
+once (rank -2), as `pkill -f` or a cgroup's stop does. The moment is random, too: any from the start
+on, after some steps, or while a checkpoint is being written. After the last cycle the run goes on
+to its end. Prints a table of the cycles. The exit status is 1 unless all losses and hashes and the
+bits of the last checkpoint equal those of an uninterrupted run, no step is lost by a signal that a
+step could answer, and every run ended within a minute of its signal.
 """
 
 import argparse
