@@ -96,8 +96,10 @@ fetch_fineweb() {
 tool=records/tools/${1:-none}.py
 case "${1:-}" in
 test)
-    pack_torch_sources  # before several processes want them
-    [ $# -gt 1 ] || set -- test -n 2 --dist worksteal
+    if [ $# -eq 1 ]; then
+        pack_torch_sources  # before two processes want them
+        set -- test -n 2 --dist worksteal
+    fi
     OMP_NUM_THREADS=1 exec "$python" -m pytest "${@:2}" ;;
 check | profile)
     count_gpus "$@"

@@ -387,7 +387,7 @@ def test_memory_that_is_out_names_the_setting_to_lower(tiny, tmp_path):
 def test_a_full_disk_is_told_and_training_goes_on_but_ends_with_status_1(tiny, tmp_path):
     """A file may not grow beyond what the log needs; what is left of the checkpoint goes away."""
     fields = {**tiny, "run_id": "f", "save_every": 2, "n_embd": 32}
-    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (110000, 110000))"
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))"
     done = run_forked(fields, script=faulty_script(tmp_path, limit))
     assert done.returncode == 1
     assert "model.pt was not written, so the final weights are lost" in summary(done)
@@ -425,9 +425,9 @@ def test_a_disk_that_is_full_for_a_while(tiny, tmp_path, monkeypatch, capsys):
     assert checkpoints(folder) == ["state_step0000000005.pt", "state_step0000000006.pt"]
 
 
-@pytest.mark.parametrize("output", ["> /dev/full", ">&-"])
+@pytest.mark.parametrize("output", ["", "> /dev/full", ">&-"])
 def test_output_that_cannot_be_written_does_not_end_training(output, tiny, tmp_path):
-    """Nor does a terminal of ASCII, which the first line needs."""
+    """Nor does a letter that a terminal of ASCII cannot show."""
     fields = {**tiny, "run_id": "o", "num_iterations": 1, "log_dir": tmp_path / "Jörg"}
     command = shlex.join([sys.executable, str(SCRIPT), *options(fields)])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
@@ -435,6 +435,7 @@ def test_output_that_cannot_be_written_does_not_end_training(output, tiny, tmp_p
         f"{command} {output}", shell=True, capture_output=True, text=True, env=environment
     )
     assert (done.returncode, done.stderr) == (0, "")
+    assert ("J\\xf6rg" in done.stdout) == (output == "")
     assert "\nresult val_loss" in (tmp_path / "Jörg" / "o.txt").read_text()
 
 
