@@ -192,7 +192,7 @@ def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
 REFUSALS = {
     "val_tokens": ({"val_tokens": 100}, "val_tokens=100 must be a multiple of 16 up to 384"),
     "too few val tokens": ({"val_tokens": 400}, "must be a multiple of 16 up to 384"),
-    "no val tokens": ({"sequence_length": 512, "batch_size": 1, "val_tokens": 0}, "holds 400 tok"),
+    "no val tokens": ({"sequence_length": 512, "batch_size": 1, "num_iterations": 1}, "holds 400"),
     "too few train tokens": ({"num_iterations": 16}, "has enough tokens for 15 steps: add"),
     "no step": ({"sequence_length": 10**9, "allow_repeat": True}, "has enough tokens for 0 steps"),
     "memory": ({"n_embd": 2**20}, " parameters, but the memory holds "),
@@ -509,7 +509,7 @@ def test_the_run_is_the_same_on_any_number_of_processes(dtype, tiny, tmp_path, c
         check_golden(text, dtype)
 
 
-def test_val_tokens_0_validates_on_all_of_val_files_up_to_1m(tiny, capsys):
+def test_val_tokens_0_validates_on_all_of_val_files_up_to_1m(tiny):
     losses = []
     for val_tokens in 0, 384:  # of 400, in sequences of 16
         fields = {**tiny, "val_tokens": val_tokens, "num_iterations": 1}

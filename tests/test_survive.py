@@ -56,9 +56,8 @@ def faulty_script(folder, fault, when="step == 4", rank=0):
 def refused(sentence, fields, **changes):
     """Run in this process and check that a UserError says the sentence and changes no file."""
     before = content(fields["log_dir"])
-    with pytest.raises(UserError, match=sentence) as caught:
+    with pytest.raises(UserError, match=sentence):
         run_here(fields, **changes)
-    assert "\n" not in str(caught.value)
     assert before.items() <= content(fields["log_dir"]).items()
 
 
@@ -298,7 +297,7 @@ def test_a_stuck_rank_is_told_of_after_the_timeout(tiny, tmp_path):
     assert line in script.read_text()
     said = f"{line}            open('{tmp_path}/said', 'w')\n"
     script.write_text(script.read_text().replace(line, said))
-    text = summary(run_forked({**tiny, "comm_timeout": 5}, 2, script))
+    text = summary(run_forked({**tiny, "comm_timeout": 8}, 2, script))
     assert text.startswith(LOST) and "Timed out" in text
 
 
@@ -453,7 +452,8 @@ def test_a_shard_that_is_lost_in_mid_run_costs_no_step(processes, tiny, tmp_path
     """All ranks save the steps before, although only the last one needs that shard."""
     fields = {**tiny, "run_id": "s", "val_loss_every": 0, "resume": "auto"}
     shard = tmp_path / "train_1.bin"
-    script = faulty_script(tmp_path, f"os.rename('{shard}', '{shard}.gone')", "step == 3")
+    loss = f"os.rename('{shard}', '{shard}.gone')"
+    script = faulty_script(tmp_path, loss, "step == 3", rank=processes - 1)
     said = summary(run_forked(fields, processes, script))
     assert said.startswith("stopped after step 3 (checkpoint saved): ") and "train_1.bin" in said
     os.rename(f"{shard}.gone", shard)
