@@ -1,176 +1,137 @@
 #!/usr/bin/env bash
-# bash run.sh [--name=value ...]        reproduce the record of the machine it stands on
-#     with GPUs: GPT-2 124M on FineWeb; train_gpt2.py's defaults, whose public log says loss 3.2755
-#                and 12.0 minutes on 8xH100
-#     without:   0.4M parameters and a table of n-grams on the bytes of PyTorch's own Python sources:
-#                loss 1.2936 (n=10, sd 0.0129), 2 minutes on 2 cores with installation, 0.8 GB
-# bash run.sh test [pytest arguments]   run the test suite
-# bash run.sh check [--name=value ...]  can this run start here? Device, compiler, data, disk, network
-# bash run.sh profile [--name=value ...]   where a step's time goes
-# bash run.sh --preset=text             train on your own text, which `bash run.sh pack` prepares
-# bash run.sh pack TEXTS --out data/mine [...]   data/pack.py
-# bash run.sh sample [PROMPT] [...]     let the newest run write: records/tools/sample.py
-# bash run.sh track LOG --tensorboard DIR | --wandb PROJECT   follow a log while it grows
-# bash run.sh evaluate|export|report|compare|ab [...]   the other tools in records/tools
-# bash run.sh records/<date>_<Name>     train a record again from its own log: is the loss within its
-#     spread? Arguments: records/tools/rerun.py
-# bash run.sh data                      only make the data of the record without GPUs
-# With GPUs, a terminal is asked before 5.6 GB are downloaded; --yes answers.
-# NPROC=n sets the number of processes, PYTHON=... the interpreter, SCRIPT=... a copy of the script.
+# bash run.sh [--name=value ...]     train the record of this machine. With GPUs: GPT-2 124M on FineWeb
+#     (loss 3.2755 after 12.0 minutes on 8xH100, says the public log), after a question before 5.6 GB
+#     are downloaded, which --yes answers. Without: 0.4M parameters and a table of n-grams on Python
+#     sources (loss 1.2936, n=10, sd 0.0129, after 2 minutes on 2 cores), and then print a sample
+# bash run.sh --preset=text          train on your own text, which `bash run.sh pack` prepares
+# bash run.sh test [...]             run the test suite, or pytest with these arguments
+# bash run.sh check|profile [--name=value ...]   can this run start here, and where does time go?
+# bash run.sh TOOL [...]             pack, or any tool in records/tools: sample, evaluate, report, ...
+# bash run.sh records/<date>_<Name>  train a record again: is the loss within its spread?
+# bash run.sh data                   only make the data of the record without GPUs
+# NPROC=n sets the number of processes, PYTHON=... the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")"
 
-if [[ ! ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]]; then
-    echo "run.sh: NPROC=$NPROC must be a whole number from 1 to 9999: give the number of processes," \
-        "or leave it unset to start one for each GPU" >&2
-    exit 1
-fi
 # The command that a stopped run shows to continue it
-RUN_COMMAND="${PYTHON:+PYTHON=$PYTHON }${NPROC:+NPROC=$NPROC }bash run.sh"
+export RUN_COMMAND="${PYTHON:+PYTHON=$PYTHON }${NPROC:+NPROC=$NPROC }bash run.sh"
 [ $# -eq 0 ] || RUN_COMMAND+=$(printf ' %q' "$@")
+
+fail() {
+    echo "run.sh: $*" >&2
+    exit 1
+}
+
+[[ ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]] ||
+    fail "NPROC=$NPROC must be a number of processes from 1 to 9999; unset, it is one for each GPU"
+
+# Use the packages of $PYTHON, or install them into .venv if one is missing.
 python=${PYTHON:-python3}
-packages="torch, numpy, tiktoken, huggingface_hub, tqdm"
 requirements=requirements.txt
 case "${1:-}" in
-test)
-    packages+=", pytest, hypothesis, scipy, matplotlib, transformers, safetensors, tensorboard"
-    requirements=tests/requirements.txt ;;
-records/* | report | compare | ab)
-    packages+=", scipy, matplotlib"
-    requirements=records/requirements.txt ;;
-export)
-    packages+=", transformers, safetensors"
-    requirements=records/requirements.txt ;;
+test) requirements+=" records/requirements.txt tests/requirements.txt" ;;
+records/* | report | compare | ab | export) requirements+=" records/requirements.txt" ;;
 esac
-check="import $packages
-assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 5), 'torch is older than 2.5'"
-if ! reason=$("$python" -c "$check" 2>&1); then
+has_packages="from importlib.metadata import version
+for name in '''$(sed -n 's/^\([a-z_-]*\)[=>][^;]*$/\1/p' $requirements)'''.split():
+    version(name)
+assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is older than 2.5'"
+if ! reason=$("$python" -c "$has_packages" 2>&1); then
     [ -x .venv/bin/python ] || "$python" -m venv .venv
-    if ! .venv/bin/python -c "$check" 2>/dev/null; then
-        echo "$python: ${reason##*$'\n'}; installing $requirements into .venv"
-        .venv/bin/python -m pip install -r "$requirements"
+    if ! .venv/bin/python -c "$has_packages" 2>/dev/null; then
+        echo "$python: ${reason##*$'\n'}; installing ${requirements##* } into .venv"
+        .venv/bin/python -m pip install -r "${requirements##* }"
     fi
     python=.venv/bin/python
 fi
 
-# In bash 3.2, which macOS has, an empty array counts as unset: hence ${settings[@]+...} below.
-# Start a script of ours in NPROC processes; by default in as many as there are GPUs, or one.
-launch() {
-    local processes=${NPROC:-$gpus}
-    if [ "$processes" -gt 1 ]; then
-        exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$@"
-    fi
-    exec "$python" "$@"
+count_gpus() {
+    gpus=0
+    case " $* " in
+    *" --preset"[=\ ]"cpu "*) ;;  # the CPU record, also beside GPUs
+    *) gpus=$("$python" -c "import torch; print(torch.cuda.device_count())") ;;
+    esac
 }
 
+# Start a script in NPROC processes; by default in as many as there are GPUs, or one.
+launch() {
+    local processes=${NPROC:-$gpus} torchrun=
+    [ "$gpus" -gt 0 ] || set -- "$1" --preset=cpu "${@:2}"
+    [ "$processes" -le 1 ] ||
+        torchrun="-m torch.distributed.run --standalone --nproc_per_node=$processes"
+    exec "$python" $torchrun "$@"
+}
+
+# Tell by the sha256 in the manifest whether the packed data are those of the CPU record.
 is_the_records() {
-    local sums=(sha256sum)
-    command -v sha256sum >/dev/null || sums=(shasum -a 256)  # macOS
-    "${sums[@]}" --check --status <<'SUMS'
-6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140  data/torch_sources/train_000001.bin
-aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7  data/torch_sources/val_000000.bin
-SUMS
+    grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 "$1" &&
+        grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 "$1"
 }
 
 pack_torch_sources() {
-    is_the_records 2>/dev/null || {
-        local folder
-        folder=$("$python" -c "import os, torch; print(os.path.dirname(torch.__file__))")
+    local out=data/torch_sources folder
+    if ! is_the_records $out/manifest.json; then
+        folder=$("$python" -c "import torch; print(*torch.__path__)")
         # version.py is the one file that differs between the CPU and the CUDA builds
         "$python" data/pack.py "$folder" --pattern '*.py' --exclude version.py \
-            --encoding bytes --val_fraction 0.02 --skip_bad --out data/torch_sources
-        is_the_records || {
-            echo "data: not the record's (another torch than 2.13.0?); the loss is not comparable"
-            return
-        }
-    }
-    echo "data: the record's own (torch 2.13.0)"
-}
-
-say() {
-    echo "run.sh: $*" >&2
-}
-
-# Ask before FineWeb is downloaded, unless it is there or $1 is --yes.
-confirm_download() {
-    local shards=(data/fineweb10B/fineweb_train_*.bin) answer=$1
-    [ ${#shards[@]} -lt 27 ] || return 0
-    if [ -z "$answer" ] && [ -t 0 ]; then
-        read -r -p "Download 5.6 GB of FineWeb into data/fineweb10B? [y/N] " answer || :
+            --encoding bytes --val_fraction 0.02 --skip_bad --out $out
     fi
-    case "$answer" in
-    --yes | [yY]*) ;;
-    *)
-        say "5.6 GB of FineWeb are needed and were not downloaded: pass --yes to download them," \
-            "or --preset=text or --preset=cpu to train without"
-        exit 1 ;;
-    esac
+    is_the_records $out/manifest.json ||
+        echo "data: not the record's (another torch than 2.13.0?); the loss is not comparable"
 }
 
-# The whole suite as two processes of about the same time: many tests leave a core idle.
-test_in_halves() {
-    local of_runs=(tests/test_run.py tests/test_survive.py tests/test_alone.py) status=0 output
-    export OMP_NUM_THREADS=1
-    output=$(mktemp)
-    "$python" -m pytest "${of_runs[@]/#/--ignore=}" >"$output" 2>&1 &
-    trap "kill $! 2>/dev/null || :; rm -f '$output'" EXIT
-    "$python" -m pytest "${of_runs[@]}" || status=$?
-    wait $! || status=$?
-    cat "$output"
-    return "$status"
+# Download FineWeb, unless it is there. $1 is the answer, if it was given.
+fetch_fineweb() {
+    local answer=$1
+    if [ "$(ls data/fineweb10B/fineweb_train_*.bin 2>/dev/null | wc -l)" -lt 27 ]; then
+        if [ -z "$answer" ] && [ -t 0 ]; then
+            read -r -p "Download 5.6 GB of FineWeb into data/fineweb10B? [y/N] " answer || :
+        fi
+        [[ $answer = [yY]* ]] || fail "5.6 GB of FineWeb were not downloaded: pass --yes to" \
+            "download them, or --preset=text or --preset=cpu to train without"
+    fi
+    "$python" data/fineweb.py
 }
 
-gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
-case " $* " in
-*" --preset"[=\ ]"cpu "*) gpus=0 ;;  # the CPU record, also beside GPUs
-esac
-settings=()
-[ "$gpus" -gt 0 ] || settings=(--preset=cpu)
-
+tool=records/tools/${1:-none}.py
 case "${1:-}" in
 test)
-    [ $# -eq 1 ] || exec "$python" -m pytest "${@:2}"
-    test_in_halves ;;
-check) launch records/tools/check.py ${settings[@]+"${settings[@]}"} "${@:2}" ;;
-profile)
+    if [ $# -eq 1 ]; then
+        pack_torch_sources  # before two processes want them
+        set -- test -n 2 --dist worksteal
+    fi
+    OMP_NUM_THREADS=1 exec "$python" -m pytest "${@:2}" ;;
+check | profile)
+    count_gpus "$@"
     [ "$gpus" -gt 0 ] || pack_torch_sources
-    launch records/tools/step_profile.py ${settings[@]+"${settings[@]}"} "${@:2}" ;;
-records/*) exec "$python" records/tools/rerun.py "$@" ;;
-pack) exec "$python" data/pack.py "${@:2}" ;;
-sample | evaluate | export | report | compare | ab | track)
-    exec "$python" "records/tools/$1.py" "${@:2}" ;;
+    [ "$1" = check ] || tool=records/tools/step_profile.py
+    launch "$tool" "${@:2}" ;;
 data) pack_torch_sources ;;
+pack) exec "$python" data/pack.py "${@:2}" ;;
+records/*) exec "$python" records/tools/rerun.py "$@" ;;
 *)
-    export RUN_COMMAND
-    yes= arguments=()
+    [ ! -f "$tool" ] || exec "$python" "$tool" "${@:2}"
+    answer=
     for argument; do
-        if [ "$argument" = --yes ]; then yes=--yes; else arguments+=("$argument"); fi
+        shift
+        if [ "$argument" = --yes ]; then answer=yes; else set -- "$@" "$argument"; fi
     done
-    set -- ${arguments[@]+"${arguments[@]}"}
-    stop="Ctrl-C saves a checkpoint and exits"
+    count_gpus "$@"
     case "$gpus $*" in
-    *" --help"* | *" -h"*) ;;
-    *" --preset"[=\ ]text* | *" --train_files"*) say "training on your own data; $stop" ;;
+    *" --help"* | *" -h"* | *" --preset"[=\ ]text* | *" --train_files"*) ;;
     "0 "*)
-        say "training the CPU record, two minutes on two cores${*:+, with $*}; $stop"
+        echo "training the CPU record; Ctrl-C saves a checkpoint and exits"
         pack_torch_sources ;;
     *)
-        say "training GPT-2 124M on FineWeb, on ${NPROC:-$gpus} GPU(s)${*:+, with $*}; $stop"
-        confirm_download "$yes"
-        "$python" data/fineweb.py ;;
+        echo "training GPT-2 124M on FineWeb; Ctrl-C saves a checkpoint and exits"
+        fetch_fineweb "$answer" ;;
     esac
-    # given settings, it is the user's run; as it stands, the CPU record ends with a sample
-    [ "$gpus $#" = "0 0" ] ||
-        launch "${SCRIPT:-train_gpt2.py}" ${settings[@]+"${settings[@]}"} "$@"
-    trap 'stopped=1; kill "$!" 2>/dev/null || :' TERM HUP USR1
-    trap stopped=1 INT  # a terminal sends it to the training, too, which saves and ends
-    launch "${SCRIPT:-train_gpt2.py}" "${settings[@]}" &
-    training=$!
-    wait "$training" && status=0 || status=$?
-    while kill -0 "$training" 2>/dev/null; do  # a signal ended the waiting
-        wait "$training" && status=0 || status=$?
-    done
+    # As it stands, the CPU record ends with a sample. Signals are passed on to the training.
+    [ "$gpus $#" = "0 0" ] || launch train_gpt2.py "$@"
+    launch train_gpt2.py &
+    trap 'stopped=1; kill $! 2>/dev/null || :' TERM HUP USR1
+    trap stopped=1 INT  # a terminal sends it to the training, too
+    until wait $!; status=$?; ! kill -0 $! 2>/dev/null; do :; done
     [ "$status${stopped:-}" = 0 ] || exit "$status"
-    echo '--- what it writes after "def " (more: bash run.sh sample)'
     "$python" records/tools/sample.py "def " ;;
 esac

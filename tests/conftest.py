@@ -1,4 +1,4 @@
-"""Shared helpers: shards for a test, the device of tests/test_cuda.py, functions on gloo ranks."""
+"""Shared helpers: shards and settings of a tiny run, runs in other processes, what runs leave."""
 
 import gc
 import os
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._functorch import config as functorch_config
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "train_gpt2.py"
 SHARED_DATA = ROOT.parent / "shared" / "data"
 for folder in "", "data", "records/tools", "tests/bench":
     sys.path.insert(0, str(ROOT / folder))
@@ -29,6 +30,7 @@ for folder in "", "data", "records/tools", "tests/bench":
 import train_gpt2  # noqa: E402
 
 STEP = "        lr_scale = lr_multiplier(step, args)\n"  # the line of train() that begins a step
+KILL = STEP + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 TINY = {
@@ -76,19 +78,6 @@ def tiny(tmp_path):
     }
 
 
-@pytest.fixture
-def books(tmp_path):
-    """Folder with the unpacked book shards; skips in a clone without them."""
-    import lzma
-
-    source = SHARED_DATA / "books"
-    if not source.is_dir():
-        pytest.skip("the book corpus is not beside this clone")
-    for name in ("train_000001.bin", "val_000000.bin"):
-        (tmp_path / name).write_bytes(lzma.open(source / f"{name}.xz").read())
-    return tmp_path
-
-
 def pytest_addoption(parser):
     parser.addoption(
         "--cuda_tests_on", default="cuda", choices=("cuda", "cpu"),
@@ -110,24 +99,12 @@ def device(request):
     torch.cuda.empty_cache()
 
 
-def run_script(settings, processes=1, timeout=240):
-    """Run train_gpt2.py in subprocesses; return the finished process (stdout, stderr as text)."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [str(ROOT / "train_gpt2.py")]
-    command += [f"--{name}={value}" for name, value in settings.items()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
-    )
-
-
-def _script_main(script, arguments, environment, folder):
-    """Run a script as python would, its output in files of this folder."""
+def _script_main(script, arguments, environment, output):
+    """Run a script as python would, with its output in the files output.stdout and .stderr."""
     for stream, name in (sys.stdout, "stdout"), (sys.stderr, "stderr"):
         stream.flush()
-        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY), stream.fileno())
+        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
     os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
@@ -149,27 +126,28 @@ class StopAfter(train_gpt2.StopRequest):
         super().check_ranks(failure)
 
 
-def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120, flags=()):
-    """Do what run_script does without torchrun and in seconds less: torch is imported already.
+def run_forked(settings, processes=1, script=SCRIPT, timeout=120, flags=()):
+    """Run a script with these settings in processes forked from one that has imported torch.
 
-    The environment is that of the first such run of all tests, and the ranks'. The store is ours,
-    as it is torchrun's elsewhere: it outlives a rank that fails first.
+    This saves seconds. As under torchrun, the store outlives a rank that fails first. The
+    environment is that of the first call of run_forked, and the variables that torchrun sets.
+    returncode is that of the first rank that failed; that of a signal is negative.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}",
-             "TORCHELASTIC_USE_AGENT_STORE": "True",
-             "WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}"}  # fmt: skip
-    arguments = [*flags, *(f"--{name}={value}" for name, value in settings.items())]
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{store.port}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": f"{processes}",
+        "LOCAL_WORLD_SIZE": f"{processes}",
+    }
+    arguments = [*flags, *options(settings)]
+    runs = []
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [Path(folder, str(rank)) for rank in range(processes)]
-        runs = []
-        for rank, path in enumerate(ranks):
-            path.mkdir()
-            for name in "stdout", "stderr":
-                (path / name).touch()
-            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            runs.append(forkserver().Process(
-                target=_script_main, args=(script, arguments, own, path)))  # fmt: skip
+        for rank in range(processes):
+            own = world | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if processes > 1 else {}
+            call = script, arguments, own, f"{folder}/{rank}"
+            runs.append(forkserver().Process(target=_script_main, args=call))
             runs[-1].start()
         deadline = time.monotonic() + timeout
         for run in runs:
@@ -178,21 +156,37 @@ def run_forked(settings, processes=1, script=ROOT / "train_gpt2.py", timeout=120
         for run in late:
             run.kill()
             run.join()
-        stdout, stderr = ("".join(Path(path, name).read_text() for path in ranks)
-                          for name in ("stdout", "stderr"))  # fmt: skip
+        stdout, stderr = (
+            "".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{name}")))
+            for name in ("stdout", "stderr")
+        )
     if late:
         pytest.fail(f"still running after {timeout} s: {stdout}{stderr}")
-    return SimpleNamespace(
-        # of the first that failed; a signal's is negative
-        returncode=next((run.exitcode for run in runs if run.exitcode), 0),
-        stdout=stdout,
-        stderr=stderr,
-    )
+    returncode = next((run.exitcode for run in runs if run.exitcode), 0)
+    return SimpleNamespace(returncode=returncode, stdout=stdout, stderr=stderr)
+
+
+def trained(settings, processes=1, script=SCRIPT):
+    """Do what run_forked does, check that the run succeeds, and return its output."""
+    done = run_forked(settings, processes, script)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_here(settings, steps=None, **changes):
+    """Run in this process; stop after so many steps, if given. Return what main returns."""
+    args = train_gpt2.Hyperparameters(**{**settings, **changes})
+    return train_gpt2.main(args, None if steps is None else StopAfter(steps))
+
+
+def options(settings):
+    """Return settings as arguments of the command line."""
+    return [f"--{name}={value}" for name, value in settings.items()]
 
 
 def edited_script(folder, *changes):
     """Write a copy of train_gpt2.py with texts replaced, each of which it holds once."""
-    text = (ROOT / "train_gpt2.py").read_text()
+    text = SCRIPT.read_text()
     for old, new in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
@@ -201,7 +195,7 @@ def edited_script(folder, *changes):
     return path
 
 
-def start(settings, processes=1, script=ROOT / "train_gpt2.py", flags=(), python=sys.executable):
+def start(settings, processes=1, script=SCRIPT, flags=(), python=sys.executable):
     """Start a run in subprocesses beside its log_dir, several with torchrun and its flags.
 
     Its output are small pipes: unless they are read, a run stops after some 50 lines.
@@ -210,14 +204,17 @@ def start(settings, processes=1, script=ROOT / "train_gpt2.py", flags=(), python
     if processes > 1:
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
         command += flags or ["--standalone"]
-    command += [str(script)]
-    command += [f"--{name}={value}" for name, value in settings.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pipesize=4096,
-        env=environment, cwd=Path(settings["log_dir"]).parent,
-    )  # fmt: skip
+        [*command, str(script), *options(settings)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pipesize=4096,
+        env=environment,
+        cwd=Path(settings["log_dir"]).parent,
+    )
     run.time_out = threading.Timer(120, run.kill)
     run.time_out.daemon = True
     run.time_out.start()
@@ -247,13 +244,7 @@ def ranks_of(run):
 
 def finish(run):
     """Wait for a run that was started; return it as run_forked does."""
-    try:
-        stdout, stderr = run.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        for pid in ranks_of(run):
-            os.kill(pid, signal.SIGKILL)
-        run.kill()
-        pytest.fail(f"still running after 120 s: {run.communicate()}")
+    stdout, stderr = run.communicate(timeout=130)
     run.time_out.cancel()
     return SimpleNamespace(returncode=run.returncode, stdout=stdout, stderr=stderr)
 

@@ -11,25 +11,23 @@ import venv
 import pytest
 import torch
 from conftest import (
-    ROOT,
+    KILL,
+    SCRIPT,
     STEP,
     bits,
-    both_dtypes,
     checkpoints,
     edited_script,
     finish,
     losses,
-    ranks_of,
     run_forked,
     start,
+    trained,
     validations,
     wait_for,
 )
 
-# ---------------------------------------------------------------------------
-# a copy in an empty folder, an interpreter with torch and numpy
 
-
+# ---- A copy in an empty folder, an interpreter with torch and numpy -----------------------------
 def needed(name, found):
     """Add the distribution of that name, and what it needs of what is installed, to `found`."""
     try:
@@ -44,7 +42,7 @@ def needed(name, found):
             needed(re.match(r"[\w.-]+", requirement)[0], found)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def bare_python(tmp_path_factory):
     """An interpreter that can import torch, what torch itself needs, numpy, and nothing else."""
     folder = tmp_path_factory.mktemp("bare")
@@ -66,90 +64,33 @@ def bare_python(tmp_path_factory):
     return python
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_file_alone_trains_is_killed_and_goes_on(processes, tiny, tmp_path, bare_python):
+def test_the_file_alone_trains_is_killed_and_goes_on(tiny, tmp_path, bare_python):
     """It ends with the losses, the data hash and the weights of a run from the repository."""
     fields = {**tiny, "num_iterations": 100, "allow_repeat": True, "val_loss_every": 50}
     fields |= {"run_id": "run", "save_every": 40}
-    whole = run_forked(fields, processes)
-    assert whole.returncode == 0, whole.stderr
+    whole = trained(fields)
     alone = tmp_path / "alone"
     alone.mkdir()
-    script = shutil.copy(ROOT / "train_gpt2.py", alone)
+    script = shutil.copy(SCRIPT, alone)
     fields |= {"resume": "auto", "log_dir": alone / "logs"}
-    run = start(fields, processes, script, python=bare_python)
-    began = wait_for(run, "step:41/100 train_loss")  # its output holds it up before the end
-    for pid in ranks_of(run) if processes > 1 else [run.pid]:
-        os.kill(pid, signal.SIGKILL)
-    done = finish(run)
-    assert done.returncode != 0 and "result" not in began + done.stdout
-    last_saved = checkpoints(alone / "logs" / "run")[-1]
-    assert last_saved in ("state_step0000000040.pt", "state_step0000000080.pt")
-    done = finish(start(fields, processes, script, python=bare_python))
+    run = start(fields, script=script, python=bare_python)
+    wait_for(run, "step:41/100 train_loss")  # its output holds it up before the end
+    run.kill()
+    assert finish(run).returncode == -signal.SIGKILL
+    step = int(re.search(r"\d+", checkpoints(alone / "logs" / "run")[-1])[0])
+    done = finish(start(fields, script=script, python=bare_python))
     assert done.returncode == 0, done.stderr
-    step = int(re.search(r"\d+", last_saved)[0])
     assert f"\nresume=auto: continuing after step {step}\n" in done.stdout
     rows = losses(done.stdout)
-    assert rows == losses(whole.stdout)[-len(rows) :]
-    assert validations(done.stdout)[-1] == validations(whole.stdout)[-1]
+    assert rows == losses(whole)[-len(rows) :]
+    assert validations(done.stdout)[-1] == validations(whole)[-1]
     last = "state_step0000000100.pt"
     assert bits(alone / "logs" / "run" / last) == bits(tmp_path / "logs" / "run" / last)
     assert sorted(os.listdir(alone)) == sorted(["logs", "train_gpt2.py"])
 
 
-# ---------------------------------------------------------------------------
-# other optimizers, by an edit of the one line that makes Muon
-
+# ---- Other optimizers, by an edit of the one line that makes Muon -------------------------------
 MUON = "Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=gpt.dtype)"
-OTHERS = {
-    "SGD": "torch.optim.SGD(matrices, rate, momentum)",
-    "Adam": "torch.optim.Adam(matrices, rate)",
-}
-KILL = STEP + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
-
-
-@both_dtypes
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_optimizer_is_a_change_of_one_line(name, dtype, tiny, tmp_path):
-    """It trains and logs on one rank and on two, and goes on to the bit after a kill."""
-    fields = {**tiny, "dtype": dtype, "save_every": 2}
-    script = edited_script(tmp_path, (MUON, OTHERS[name]))
-    runs = [run_forked({**fields, "run_id": f"w{n}"}, n, script) for n in (1, 2)]
-    for done in runs:
-        assert done.returncode == 0, done.stderr
-        assert f"\n{name} parameters:6144\n" in done.stdout
-        assert "\nresult val_loss:" in done.stdout
-    one, two = (validations(done.stdout) for done in runs)
-    assert [row[2] for row in one] == [row[2] for row in two]
-    assert [row[1] for row in one] == pytest.approx([row[1] for row in two], abs=0.02)
-    assert one[-1][1] < one[0][1] - 0.2
-    fields |= {"run_id": "part", "resume": "auto"}
-    script = edited_script(tmp_path, (MUON, OTHERS[name]), (STEP, KILL))
-    done = run_forked(fields, 2, script)
-    assert done.returncode == -signal.SIGKILL
-    done = run_forked(fields, 2, script)
-    assert done.returncode == 0, done.stderr
-    assert "\nresume=auto: continuing after step 4\n" in done.stdout
-    last = "state_step0000000006.pt"
-    assert bits(tmp_path / "logs" / "part" / last) == bits(tmp_path / "logs" / "w2" / last)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_checkpoint_of_another_optimizer_is_refused_and_stays(processes, tiny, tmp_path):
-    fields = {**tiny, "save_every": 2, "keep_checkpoints": 1}
-    killed = edited_script(tmp_path, (STEP, KILL))
-    assert run_forked({**fields, "run_id": "m"}, processes, killed).returncode == -signal.SIGKILL
-    folder = tmp_path / "logs" / "m"
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    script = edited_script(tmp_path, (MUON, OTHERS["SGD"]))
-    for resume in "auto", folder / "state_step0000000004.pt":
-        done = run_forked({**fields, "run_id": "m", "resume": resume}, processes, script)
-        assert done.returncode == 1
-        sentence = r".*4\.pt was saved with \['AdamW', 'Muon'\], not \['AdamW', 'SGD'\]"
-        assert re.search(rf"^train_gpt2\.py: {sentence}\n", done.stderr)
-        assert {path: path.read_bytes() for path in folder.iterdir()} == before
-
-
 COUNTING = '''class CountingSGD(torch.optim.SGD):
     """Keeps a counter in its groups, as Prodigy and schedule-free optimizers do."""
 
@@ -161,20 +102,31 @@ COUNTING = '''class CountingSGD(torch.optim.SGD):
 
 
 def build_optimizers('''
+CHANGES = {
+    "Adam": [(MUON, "torch.optim.Adam(matrices, rate)")],
+    "CountingSGD": [
+        ("def build_optimizers(", COUNTING),
+        (MUON, "CountingSGD(matrices, rate, momentum)"),
+    ],
+}
 
 
-def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tiny, tmp_path):
-    """All but the learning rates, which the settings define."""
-    changes = ("def build_optimizers(", COUNTING), (MUON, "CountingSGD(matrices, rate)")
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_optimizer_trains_and_goes_on_to_the_bit(name, tiny, tmp_path):
+    """On one rank and on two. What it keeps in its groups is resumed, but for learning rates."""
     fields = {**tiny, "save_every": 2}
-    script = edited_script(tmp_path, *changes)
-    assert run_forked({**fields, "run_id": "whole"}, script=script).returncode == 0
-    killed = edited_script(tmp_path, *changes, (STEP, KILL))
+    script = edited_script(tmp_path, *CHANGES[name])
+    logs = [trained({**fields, "run_id": f"w{n}"}, n, script) for n in (1, 2)]
+    assert all(f"\n{name} parameters:6144\n" in log for log in logs)
+    one, two = (validations(log) for log in logs)
+    assert [row[2] for row in one] == [row[2] for row in two]
+    assert [row[1] for row in one] == pytest.approx([row[1] for row in two], abs=0.02)
+    assert one[-1][1] < one[0][1] - 0.2
     fields |= {"run_id": "part", "resume": "auto"}
-    assert run_forked(fields, script=killed).returncode == -signal.SIGKILL
-    done = run_forked(fields, script=killed)
-    assert done.returncode == 0 and "continuing after step 4\n" in done.stdout, done.stderr
-    paths = [tmp_path / "logs" / name / "state_step0000000006.pt" for name in ("whole", "part")]
-    group = torch.load(paths[1], weights_only=True)["optimizers"][1]["param_groups"][0]
-    assert group["count"] == 6
+    script = edited_script(tmp_path, *CHANGES[name], (STEP, KILL))
+    assert run_forked(fields, 2, script).returncode == -signal.SIGKILL
+    assert "\nresume=auto: continuing after step 4\n" in trained(fields, 2, script)
+    paths = [tmp_path / "logs" / run_id / "state_step0000000006.pt" for run_id in ("part", "w2")]
     assert bits(paths[0]) == bits(paths[1])
+    group = torch.load(paths[0], weights_only=True)["optimizers"][1]["param_groups"][0]
+    assert group.get("count") == (6 if name == "CountingSGD" else None)

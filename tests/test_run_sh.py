@@ -1,4 +1,4 @@
-"""run.sh: what it says and asks, and what it refuses before it starts anything."""
+"""run.sh: which command it starts, what it asks, and what it refuses before it starts anything."""
 
 import os
 import pty
@@ -9,114 +9,129 @@ import subprocess
 import pytest
 from conftest import ROOT
 
+from train_gpt2 import parse_args
+
+# A stand-in for Python, which prints what it is called with.
 STUB = """#!/bin/sh
 case "$*" in
 *device_count*) echo $GPUS ;;
 *-c*) ;;
-*) echo "$*"; echo "$RUN_COMMAND" ;;
+*train_gpt2.py*)
+    trap 'echo saved; kill $!; exit 0' TERM
+    echo "$*"; echo "$RUN_COMMAND"
+    sleep ${SECONDS_OF_TRAINING:-0} & wait
+    exit ${STATUS:-0} ;;
+*) echo "$*" ;;
 esac
 """
 
 
-def run_sh(folder, *arguments, gpus=0, **changes):
-    """Run a copy of run.sh with a stand-in for Python, which prints what it is called with."""
+def start_run_sh(folder, *arguments, gpus=0, **changes):
+    """Start a copy of run.sh, with a stand-in for Python and the tools."""
     shutil.copy(ROOT / "run.sh", folder)
+    for path in *ROOT.glob("records/tools/*.py"), *ROOT.glob("*requirements.txt"):
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.touch()
+    (folder / "records" / "requirements.txt").touch()
     (folder / "python").write_text(STUB)
     (folder / "python").chmod(0o755)
-    options = dict(stdin=subprocess.DEVNULL) | changes.pop("options", {})
+    stdin = changes.pop("stdin", subprocess.DEVNULL)
     environment = {**os.environ, "PYTHON": f"{folder}/python", "GPUS": str(gpus), **changes}
-    return subprocess.run(
-        ["bash", folder / "run.sh", *arguments], timeout=60, env=environment,
-        capture_output=True, text=True, **options,
-    )  # fmt: skip
+    return subprocess.Popen(
+        ["bash", folder / "run.sh", *arguments],
+        env=environment,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
-STOP = "; Ctrl-C saves a checkpoint and exits"
+def run_sh(folder, *arguments, **options):
+    """Do what start_run_sh does; return (exit status, lines of stdout, stderr)."""
+    run = start_run_sh(folder, *arguments, **options)
+    stdout, stderr = run.communicate(timeout=60)
+    return run.returncode, stdout.splitlines(), stderr
 
 
 @pytest.mark.parametrize(
-    "gpus, arguments, sentence",
+    "given, command",
     [
-        (0, ["--preset=text"], "training on your own data" + STOP),
-        (
-            0,
-            ["--seed=1"],
-            "training the CPU record, two minutes on two cores, with --seed=1" + STOP,
-        ),
-        (8, ["--yes"], "training GPT-2 124M on FineWeb, on 8 GPU(s)" + STOP),
-        (8, ["--preset=text"], "training on your own data" + STOP),
-        (0, ["--help"], None),
-        (0, ["sample"], None),
+        ("sample Hello --tokens=3", "records/tools/sample.py Hello --tokens=3"),
+        ("export --out=x", "records/tools/export.py --out=x"),
+        ("report logs/a.txt", "records/tools/report.py logs/a.txt"),
+        ("records/2026-11-22_CPU_Step", "records/tools/rerun.py records/2026-11-22_CPU_Step"),
+        ("pack a --out b", "data/pack.py a --out b"),
+        ("check --preset text", "records/tools/check.py --preset=cpu --preset text"),
+        ("profile --seed=1", "records/tools/step_profile.py --preset=cpu --seed=1"),
     ],
 )
-def test_one_sentence_says_what_it_is_about_to_do(gpus, arguments, sentence, tmp_path):
-    done = run_sh(tmp_path, *arguments, gpus=gpus)
-    assert done.returncode == 0
-    said = done.stderr.partition("\n")[0]
-    assert said == (f"run.sh: {sentence}" if sentence else "")
-    assert "--yes" not in done.stdout.replace("bash run.sh --yes", "")
+def test_run_sh_leads_to_the_tools(given, command, tmp_path):
+    status, lines, _ = run_sh(tmp_path, *given.split())
+    assert (status, lines[-1]) == (0, command)
 
 
-@pytest.mark.parametrize("answer", [None, "n\n", "\n", "y\n"])
+@pytest.mark.parametrize(
+    "gpus, nproc, given, processes, command",
+    [
+        (0, "", "--seed=1", 1, "--preset=cpu --seed=1"),
+        (0, "2", "--seed=1", 2, "--preset=cpu --seed=1"),
+        (0, "", "--preset=text", 1, "--preset=cpu --preset=text"),
+        (8, "", "--yes --seed=1", 8, "--seed=1"),
+        (8, "1", "--seed=1 --yes", 1, "--seed=1"),
+        (8, "", "--preset cpu", 1, "--preset=cpu --preset cpu"),
+        (8, "", "--preset=cpu --seed=1", 1, "--preset=cpu --preset=cpu --seed=1"),
+    ],
+)
+def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, given, processes, command, tmp_path):
+    """The CPU record stays on the CPU; the script learns the command that continues it."""
+    status, lines, _ = run_sh(tmp_path, *given.split(), gpus=gpus, NPROC=nproc)
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
+    assert (status, lines[-2]) == (0, launcher * (processes > 1) + "train_gpt2.py " + command)
+    environment = [f"PYTHON={tmp_path}/python", f"NPROC={nproc}"][: 2 if nproc else 1]
+    assert shlex.split(lines[-1]) == [*environment, "bash", "run.sh", *given.split()]
+    parse_args(command.split())
+
+
+@pytest.mark.parametrize("answer", [None, "n\n", "y\n"])
 def test_a_download_is_asked_for_on_a_terminal_and_refused_without(answer, tmp_path):
     options = {}
     if answer is not None:
         terminal, options["stdin"] = pty.openpty()
         os.write(terminal, answer.encode())
-    done = run_sh(tmp_path, "--seed=1", gpus=8, options=options)
-    asked = "Download 5.6 GB of FineWeb into data/fineweb10B? [y/N] " in done.stderr
-    assert asked == (answer is not None)
-    if answer == "y\n":
-        assert done.returncode == 0 and "data/fineweb.py\n" in done.stdout
-    else:
-        assert done.returncode == 1 and done.stdout == ""
-        assert "were not downloaded: pass --yes to download them, or --preset=text" in done.stderr
+    status, lines, stderr = run_sh(tmp_path, "--seed=1", gpus=8, **options)
+    assert ("Download 5.6 GB" in stderr) == (answer is not None)
+    assert (status == 0) == ("data/fineweb.py" in lines) == (answer == "y\n")
+    assert ("pass --yes" in stderr) == (answer != "y\n")
 
 
 def test_shards_that_are_there_need_no_question(tmp_path):
     (tmp_path / "data" / "fineweb10B").mkdir(parents=True)
     for i in range(1, 28):
         (tmp_path / "data" / "fineweb10B" / f"fineweb_train_{i:06d}.bin").touch()
-    assert run_sh(tmp_path, gpus=1).returncode == 0
+    assert run_sh(tmp_path, gpus=1)[0] == 0
 
 
-def test_the_script_learns_the_command_that_continues_it(tmp_path):
-    words = "--preset=text", "--train_files=my data/*.bin"
-    done = run_sh(tmp_path, *words, NPROC="2")
-    command = done.stdout.splitlines()[-1]
-    assert shlex.split(command) == [
-        f"PYTHON={tmp_path}/python", "NPROC=2", "bash", "run.sh", *words
-    ]  # fmt: skip
-    assert run_sh(tmp_path).stdout.splitlines()[1].endswith("/python bash run.sh")
+@pytest.mark.parametrize("status, stopped", [(0, False), (3, False), (0, True)])
+def test_run_sh_ends_the_cpu_record_with_a_sample(status, stopped, tmp_path):
+    """Unless the training fails, whose status it has; a SIGTERM reaches the training."""
+    seconds = "60" if stopped else "0"
+    run = start_run_sh(tmp_path, STATUS=str(status), SECONDS_OF_TRAINING=seconds)
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if line.endswith("bash run.sh\n") and stopped:
+            run.terminate()
+    assert run.wait(timeout=60) == status, run.stderr.read()
+    assert ("saved\n" in lines) == stopped
+    assert (lines[-1] == "records/tools/sample.py def \n") == (status == 0 and not stopped)
 
 
-def test_macos_has_shasum_instead_of_sha256sum(tmp_path):
-    """The right shards are recognized by either; on macOS there is no sha256sum."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in "bash", "sh", "dirname":
-        (tools / name).symlink_to(shutil.which(name))
-    (tools / "shasum").write_text('#!/bin/sh\necho "$*" >&2\n')
-    (tools / "shasum").chmod(0o755)
-    done = run_sh(tmp_path, "data", PATH=str(tools))
-    assert (done.returncode, done.stderr) == (0, "")  # the output of the check is hidden
-    assert done.stdout == "data: the record's own (torch 2.13.0)\n"
-    (tools / "shasum").write_text('#!/bin/sh\n[ "$*" != "-a 256 --check --status" ]\n')
-    assert run_sh(tmp_path, "data", PATH=str(tools)).stdout != done.stdout
-
-
-@pytest.mark.parametrize("nproc", ["abc", "0", "-1", "2x", "1.5", " 2", "1e3", "99999"])
-def test_fault_14_a_number_of_processes_that_is_none_is_refused(nproc, tmp_path):
-    (tmp_path / "python").write_text(
-        '#!/bin/sh\ncase "$*" in *-c*) echo 0 ;; *) echo ran ;; esac\n'
-    )
-    (tmp_path / "python").chmod(0o755)
-    for arguments in [], ["--seed=1"], ["check"]:
-        done = subprocess.run(
-            ["bash", ROOT / "run.sh", *arguments], timeout=60, capture_output=True, text=True,
-            env={**os.environ, "PYTHON": f"{tmp_path}/python", "NPROC": nproc},
-        )  # fmt: skip
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-        assert done.stderr.startswith(
-            f"run.sh: NPROC={nproc} must be a whole number from 1 to 9999: "
-        )
+@pytest.mark.parametrize("nproc", ["abc", "0", "1.5", " 2", "99999"])
+def test_a_number_of_processes_that_is_none_is_refused(nproc, tmp_path):
+    for arguments in [], ["check"]:
+        status, lines, stderr = run_sh(tmp_path, *arguments, NPROC=nproc)
+        assert (status, lines, stderr.count("\n")) == (1, [], 1)
+        assert f"NPROC={nproc} must be a number of processes" in stderr
