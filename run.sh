@@ -9,7 +9,7 @@
 # bash run.sh TOOL [...]             pack, or any tool in records/tools: sample, evaluate, report, ...
 # bash run.sh records/<date>_<Name>  train a record again: is the loss within its spread?
 # bash run.sh data                   only make the data of the record without GPUs
-# NPROC=n sets the number of processes, PYTHON=... the interpreter.
+# NPROC=n sets the number of processes, PYTHON=... the interpreter, SCRIPT=... a copy of train_gpt2.py.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -62,21 +62,24 @@ launch() {
     exec "$python" $torchrun "$@"
 }
 
-# Tell by the sha256 in the manifest whether the packed data are those of the CPU record.
+# Tell whether data/torch_sources holds the CPU record's data: the manifest lists their sha256, and
+# shards.py compares it with the files.
 is_the_records() {
-    grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 "$1" &&
-        grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 "$1"
+    local manifest=data/torch_sources/manifest.json
+    grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 $manifest &&
+        grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 $manifest &&
+        "$python" data/shards.py data/torch_sources >/dev/null
 }
 
 pack_torch_sources() {
-    local out=data/torch_sources folder
-    if ! is_the_records $out/manifest.json; then
+    local folder
+    if ! is_the_records; then
         folder=$("$python" -c "import torch; print(*torch.__path__)")
         # version.py is the one file that differs between the CPU and the CUDA builds
         "$python" data/pack.py "$folder" --pattern '*.py' --exclude version.py \
-            --encoding bytes --val_fraction 0.02 --skip_bad --out $out
+            --encoding bytes --val_fraction 0.02 --skip_bad --out data/torch_sources
     fi
-    is_the_records $out/manifest.json ||
+    is_the_records ||
         echo "data: not the record's (another torch than 2.13.0?); the loss is not comparable"
 }
 
@@ -112,7 +115,7 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
 *)
     [ ! -f "$tool" ] || exec "$python" "$tool" "${@:2}"
     answer=
-    for argument; do
+    for argument; do  # removes --yes from the arguments
         shift
         if [ "$argument" = --yes ]; then answer=yes; else set -- "$@" "$argument"; fi
     done
@@ -127,11 +130,18 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
         fetch_fineweb "$answer" ;;
     esac
     # As it stands, the CPU record ends with a sample. Signals are passed on to the training.
-    [ "$gpus $#" = "0 0" ] || launch train_gpt2.py "$@"
-    launch train_gpt2.py &
-    trap 'stopped=1; kill $! 2>/dev/null || :' TERM HUP USR1
+    script=${SCRIPT:-train_gpt2.py}
+    [ "$gpus $#" = "0 0" ] || launch "$script" "$@"
+    launch "$script" &
+    training=$!
+    trap 'stopped=1; kill "$training" 2>/dev/null || :' TERM HUP USR1
     trap stopped=1 INT  # a terminal sends it to the training, too
-    until wait $!; status=$?; ! kill -0 $! 2>/dev/null; do :; done
+    status=0
+    wait "$training" || status=$?
+    while kill -0 "$training" 2>/dev/null; do  # a signal ended the waiting
+        status=0
+        wait "$training" || status=$?
+    done
     [ "$status${stopped:-}" = 0 ] || exit "$status"
     "$python" records/tools/sample.py "def " ;;
 esac
