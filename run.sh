@@ -13,8 +13,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# The command that a stopped run shows to continue it
-export RUN_COMMAND="${PYTHON:+PYTHON=$PYTHON }${NPROC:+NPROC=$NPROC }bash run.sh"
+# The command that a stopped run shows to continue it; exported where a run starts
+RUN_COMMAND="${PYTHON:+PYTHON=$PYTHON }${NPROC:+NPROC=$NPROC }bash run.sh"
 [ $# -eq 0 ] || RUN_COMMAND+=$(printf ' %q' "$@")
 
 fail() {
@@ -114,6 +114,7 @@ pack) exec "$python" data/pack.py "${@:2}" ;;
 records/*) exec "$python" records/tools/rerun.py "$@" ;;
 *)
     [ ! -f "$tool" ] || exec "$python" "$tool" "${@:2}"
+    export RUN_COMMAND
     answer=
     for argument; do  # removes --yes from the arguments
         shift
