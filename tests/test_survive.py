@@ -54,7 +54,7 @@ def faulty_script(folder, fault, when="step == 4", rank=0):
 
 
 def refused(sentence, fields, **changes):
-    """Run in this process; a UserError says the sentence, and no file changes, but a log may grow."""
+    """Run in this process; a UserError says the sentence. No file changes, but a log may grow."""
     before = content(fields["log_dir"])
     with pytest.raises(UserError, match=sentence):
         run_here(fields, **changes)
