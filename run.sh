@@ -39,7 +39,7 @@ assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is old
 if ! reason=$("$python" -c "$has_packages" 2>&1); then
     [ -x .venv/bin/python ] || "$python" -m venv .venv
     if ! .venv/bin/python -c "$has_packages" 2>/dev/null; then
-        echo "$python: ${reason##*$'\n'}; installing ${requirements##* } into .venv"
+        echo "$python: ${reason##*: }; installing ${requirements##* } into .venv"
         .venv/bin/python -m pip install -r "${requirements##* }"
     fi
     python=.venv/bin/python
@@ -122,7 +122,9 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
     done
     count_gpus "$@"
     case "$gpus $*" in
-    *" --help"* | *" -h"* | *" --preset"[=\ ]text* | *" --train_files"*) ;;
+    *" --help"* | *" -h"*) ;;
+    *" --preset"[=\ ]text* | *" --train_files"*)
+        echo "training on your own data; Ctrl-C saves a checkpoint and exits" ;;
     "0 "*)
         echo "training the CPU record; Ctrl-C saves a checkpoint and exits"
         pack_torch_sources ;;
