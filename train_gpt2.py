@@ -77,112 +77,76 @@ class Hyperparameters:
     Raises UserError if a value is not allowed.
     """
 
+    # fmt: off
     vocab_size: int = setting(
-        50304,
-        "model",
-        "GPT-2's 50257, rounded up for speed; the manifest of packed data replaces this default",
-        high=2**16,
-    )
+        50304, "model", "GPT-2's 50257, rounded up; the manifest of packed data replaces this",
+        high=2**16)
     n_layer: int = setting(12, "model", "transformer blocks", high=1000)
     n_head: int = setting(6, "model", "attention heads")
     n_embd: int = setting(768, "model", "channels")
     max_ngram: int = setting(
-        0,
-        "model",
-        "longest n-gram hashed into the n-gram table; 0 or 1 disables it",
-        low=0,
-        high=32,
-    )
+        0, "model", "longest n-gram hashed into the n-gram table; 0 or 1 disables it",
+        low=0, high=32)
     ngram_rows: int = setting(
-        2**18, "model", "rows of the n-gram table; n-grams with equal hashes share a row"
-    )
+        2**18, "model", "rows of the n-gram table; n-grams with equal hashes share a row")
     ngram_dropout: float = setting(
-        0.0,
-        "model",
-        "probability that training drops an n-gram of a sequence; reduces overfitting",
-        high=0.99,
-    )
+        0.0, "model", "probability that training drops an n-gram; reduces overfitting", high=0.99)
     key_shift: int = setting(
-        0,
-        "model",
-        "positions to shift keys right; 1 lets one layer be an induction head",
-        low=0,
-    )
+        0, "model", "positions to shift keys right; 1 lets one layer be an induction head", low=0)
     logit_softcap: float = setting(
-        0.0, "model", "s: bound logits z to (-s, s) by s * tanh(z / s); 0 disables it"
-    )
+        0.0, "model", "s: bound logits z to (-s, s) by s * tanh(z / s); 0 disables it")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "auto", "model", "dtype of matmuls; auto picks bfloat16 if the device supports it natively"
-    )
+        "auto", "model", "dtype of matmuls; auto picks bfloat16 if the device supports it natively")
     seed: int = setting(1337, "model", "seed of the initial weights and of --shuffle", low=0)
 
     batch_size: int = setting(512, "training", "sequences per step, summed over all processes")
     sequence_length: int = setting(1024, "training", "tokens per sequence")
     num_iterations: int = setting(5100, "training", "optimizer steps")
     learning_rate: float = setting(
-        0.0036, "training", "learning rate of AdamW (embeddings, head) and Adagrad (n-gram table)"
-    )
+        0.0036, "training", "learning rate of AdamW (embeddings, head) and Adagrad (n-gram table)")
     muon_learning_rate: float = setting(
-        0.00036, "training", "learning rate of Muon (the matrices of the blocks)"
-    )
+        0.00036, "training", "learning rate of Muon (the matrices of the blocks)")
     muon_momentum: float = setting(0.95, "training", "Muon's momentum", high=0.9999)
     warmdown_iters: int = setting(
-        1450, "training", "number of final steps over which learning rates decay to 0", low=0
-    )
+        1450, "training", "number of final steps over which learning rates decay to 0", low=0)
 
     train_files: str = setting(
-        "data/fineweb10B/fineweb_train_*.bin",
-        "data",
-        "glob of the training shards, read in name order",
-    )
+        "data/fineweb10B/fineweb_train_*.bin", "data",
+        "glob of the training shards, read in name order")
     val_files: str = setting(
-        "data/fineweb10B/fineweb_val_*.bin", "data", "glob of the validation shards"
-    )
+        "data/fineweb10B/fineweb_val_*.bin", "data", "glob of the validation shards")
     allow_repeat: bool = setting(False, "data", "start over when the training tokens run out")
     shuffle: bool = setting(
-        False, "data", "in each epoch, cut the training tokens at new places and shuffle the pieces"
-    )
+        False, "data", "in each epoch, cut the tokens at new places and shuffle the pieces")
 
     val_loss_every: int = setting(
-        125, "validation", "steps between validations; 0 validates only after the last step", low=0
-    )
+        125, "validation", "steps between validations; 0 validates only after the last step", low=0)
     val_tokens: int = setting(
-        10485760,
-        "validation",
-        "tokens to validate on, from the start of val_files; 0 takes all, up to 1M",
-        low=0,
-    )
+        10485760, "validation",
+        "tokens to validate on, from the start of val_files; 0 takes all, up to 1M", low=0)
     target_val_loss: float = setting(
-        3.28, "validation", "printed next to the result unless 0; has no other effect"
-    )
+        3.28, "validation", "printed next to the result unless 0; has no other effect")
 
     run_id: str = setting(
-        "", "checkpoints", "name of the log and the checkpoint folder; default: a timestamp"
-    )
+        "", "checkpoints", "name of the log and the checkpoint folder; default: a timestamp")
     log_dir: str = setting("logs", "checkpoints", "folder for logs and checkpoints")
     save_every: int = setting(
-        0, "checkpoints", "steps between checkpoints; 0 saves only if the run is interrupted", low=0
-    )
+        0, "checkpoints", "steps between checkpoints; 0 saves only if interrupted", low=0)
     keep_checkpoints: int = setting(2, "checkpoints", "number of recent checkpoints to keep")
     resume: str = setting(
-        "", "checkpoints", "checkpoint to resume from; auto picks the newest of run_id, if any"
-    )
+        "", "checkpoints", "checkpoint to resume from; auto picks the newest of run_id, if any")
     init: str = setting(
-        "", "checkpoints", "model.pt, best.pt or checkpoint whose weights a new run starts from"
-    )
+        "", "checkpoints", "model.pt, best.pt or checkpoint whose weights a new run starts from")
 
     device: Literal["auto", "cuda", "cpu"] = setting(
-        "auto", "machine", "auto picks cuda if PyTorch sees a GPU"
-    )
+        "auto", "machine", "auto picks cuda if PyTorch sees a GPU")
     device_batch_size: int = setting(
-        64, "machine", "maximum sequences per forward pass; lower it to save memory"
-    )
+        64, "machine", "maximum sequences per forward pass; lower it to save memory")
     compile: bool = setting(
-        True, "machine", "use torch.compile; False starts sooner but trains more slowly"
-    )
+        True, "machine", "use torch.compile; False starts sooner but trains more slowly")
     comm_timeout: int = setting(
-        600, "machine", "seconds that a rank waits for the others before the run fails"
-    )
+        600, "machine", "seconds that a rank waits for the others before the run fails")
+    # fmt: on
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
