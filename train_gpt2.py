@@ -4,9 +4,9 @@
     python train_gpt2.py                                        # one GPU, or a CPU
     python train_gpt2.py --help                                 # all settings and presets
 
-The defaults reproduce record 7 of the public NanoGPT speedrun (October 2024), whose log reports a
-validation loss of 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not been run on a
-GPU yet. It needs only torch and numpy.
+The defaults are those of record 7 of the public NanoGPT speedrun (October 2024), whose log reports
+a validation loss of 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not been run on a
+GPU yet. It needs Python 3.10, torch 2.5 and numpy, or later versions.
 
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
@@ -36,8 +36,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, get_args
 
-# Every log begins with the source of this file. It is read before the slow imports, so that the log
-# shows the running code even if the file is edited right after launch.
+# The log of a run contains the source of this file. It is read before the slow imports, so that the
+# log shows the running code even if the file is edited right after launch.
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 
 import numpy as np
@@ -150,8 +150,14 @@ class Hyperparameters:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            choices = get_args(field.type)  # the values of a Literal
             if field.type in (int, float):
-                check_number(field, getattr(self, field.name))
+                check_number(field, value)
+            elif choices and value not in choices:
+                raise UserError(
+                    f"{field.name}={value!r} must be one of {', '.join(map(str, choices))}"
+                )
         if self.n_embd % (2 * self.n_head):
             raise UserError(
                 f"n_embd={self.n_embd} must be a multiple of 2 * n_head = {2 * self.n_head}"
@@ -172,12 +178,14 @@ def check_number(field, value):
     low, high = field.metadata.get("range", (None, 2**31 - 1))
     if low is None:
         low = 1 if field.type is int else 0
-    if not isinstance(value, (int, float)) or not low <= value <= high:
-        raise UserError(f"{field.name}={value!r} must be a number between {low} and {high}")
+    types = int if field.type is int else (int, float)
+    if not isinstance(value, types) or not low <= value <= high:
+        limits = f"between {low} and {high}, of type {field.type.__name__}"
+        raise UserError(f"{field.name}={value!r} must be a number {limits}")
 
 
 # A resumed run may change these settings. All others must match the checkpoint, except that
-# num_iterations may increase. The data may be in other files, but the tokens must be the same.
+# num_iterations may increase. The data may be moved to other files, but not change.
 CHANGEABLE_ON_RESUME = (
     "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss",
     "run_id", "log_dir", "save_every", "keep_checkpoints", "resume", "init",
@@ -258,10 +266,10 @@ def parse_args(argv):
             metavar=str(field.default) or "''",  # --help shows the default here
             help=help_of(field).replace("%", "%%"),
         )
-    # The first pass only finds the preset, whose values become the defaults of the second pass.
+    # Each pass may change the defaults of the next one: first to those of the preset, then to those
+    # that fit the data. Values on the command line take precedence in all of them.
     preset = parser.parse_known_args(argv)[0].preset
     parser.set_defaults(**PRESETS[preset][1])
-    # The data replace two defaults. Values on the command line take precedence.
     args = parser.parse_args(argv)
     parser.set_defaults(vocab_size=vocab_size_of(args.train_files, args.vocab_size))
     if args.val_files != parser.get_default("val_files"):
@@ -351,9 +359,9 @@ class CausalSelfAttention(nn.Module):
         # Shift keys key_shift positions to the right before the rotary embedding, so that they are
         # rotated for their new positions. Zeros fill the gap.
         k = F.pad(k, (0, 0, 0, 0, self.key_shift, 0))[:, : k.size(1)]
-        # Attention takes (B, H, T, D). Its result has the layout of q, so that transposing the
-        # rotated q, instead of rotating the transposed one, saves a copy of the result on GPUs.
-        q, k, v = (x.transpose(1, 2) for x in (self.rotary(q), self.rotary(k), v))
+        # Attention takes (B, H, T, D), and its result has the memory layout of q. Rotating before
+        # transposing saves a copy on GPUs, which flatten would need otherwise.
+        q, k, v = (z.transpose(1, 2) for z in (self.rotary(q), self.rotary(k), v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
@@ -384,8 +392,9 @@ class Block(nn.Module):
 class NgramTable(nn.Module):
     """A second embedding table, indexed by hashes of the last 2, 3, ... max_ngram tokens.
 
-    The rows found for a position are summed. The gradient is sparse. While gradients are enabled,
-    n-grams are dropped with probability `dropout`, and the others are scaled up to compensate.
+    The rows found for a position are summed. The gradient is sparse. While gradients are enabled
+    (nothing here calls eval()), n-grams are dropped with probability `dropout`, and the others are
+    scaled up to compensate.
     """
 
     def __init__(self, args):
@@ -418,8 +427,8 @@ class NgramTable(nn.Module):
 
         The mask is a hash of the n-gram and of the sum of its sequence's tokens. Unlike random
         numbers, it depends on neither the number of ranks nor earlier batches. All copies of an
-        n-gram in a sequence are kept, or all are dropped. The sum includes later tokens, but the
-        model cannot learn anything from the hash.
+        n-gram in a sequence are kept, or all are dropped. The sum includes later tokens, but a hash
+        is too irregular to reveal them to the model.
         """
         salt = 2 * inputs.sum(1)[:, None, None] + 1  # odd, so that no bits of the n-gram are lost
         # Multiplicative hashing: the highest 20 bits of the product are mixed best. The multiplier
@@ -477,9 +486,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy, computed one chunk of tokens at a time, together with its gradients.
 
     The gradients are computed in forward, while a chunk's logits are in memory; backward only
-    scales them.
-    The logits of all tokens are never materialized at once: for 64 x 1024 tokens of GPT-2 they
-    would take 13.2 GB. Targets of -1 are ignored.
+    scales them. A large batch is split, because the logits of 64 x 1024 tokens of GPT-2 would take
+    13.2 GB. Targets of -1 are ignored.
     """
 
     @staticmethod
@@ -489,9 +497,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
-        # In tokens: as many logits as 512 tokens of GPT-2's vocabulary have. Fewer are slower.
+        # Small chunks are slow. The least is as many logits as 512 tokens of GPT-2 have.
         min_chunk_size = 512 * 50304 // len(weight)
-        max_chunks = 2 if x.is_cuda else 8  # plan.py estimates that GPUs prefer few chunks
+        max_chunks = 2 if x.is_cuda else 8  # an estimate for GPUs, not measured
         chunks = min(max_chunks, max(1, len(x) // min_chunk_size))
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
@@ -760,7 +768,7 @@ HEADER_SIZE = 256
 
 
 class DataError(UserError):
-    """A shard is unusable. Other machines may have a good copy, so every rank reports its own."""
+    """A shard is unusable. Other machines may have a good copy, so each rank reports its own."""
 
 
 def check_shard(path):
@@ -773,9 +781,9 @@ def check_shard(path):
     header = np.fromfile(path, "<i4", HEADER_SIZE).tolist()
     status = os.stat(path)
     tokens, odd_bytes = divmod(status.st_size - 4 * HEADER_SIZE, 2)
-    if tokens < 1 or odd_bytes or header != [20240520, 1, tokens] + [0] * 253:
+    if tokens < 1 or odd_bytes or header != [20240520, 1, tokens] + [0] * (HEADER_SIZE - 3):
         raise DataError(f"{path} is not a complete shard of tokens: download or pack it again")
-    return header[2], (status.st_dev, status.st_ino, status.st_mtime_ns)
+    return tokens, (status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
 def crc32_of_file(path):
@@ -886,11 +894,10 @@ class DistributedDataLoader:
         for i, sequence in enumerate(sequences, first):
             # A different odd weight per position makes the hash depend on the order of sequences.
             self.batch_hash += (2 * i + 1) * zlib.crc32(sequence)
-        tokens = torch.from_numpy(sequences.astype(np.int64)).to(self.device)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        layout = torch.contiguous_format
-        # Copies, because evaluate masks some of the targets.
-        return inputs.clone(memory_format=layout), targets.clone(memory_format=layout)
+        # Two tensors that share no memory, because evaluate masks some of the targets.
+        inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64, order="C"))
+        targets = torch.from_numpy(sequences[:, 1:].astype(np.int64, order="C"))
+        return inputs.to(self.device), targets.to(self.device)
 
     def read_sequences(self, first, count):
         """Return the sequences number `first` to `first + count - 1` of the run.
@@ -986,7 +993,8 @@ class StopRequest:
             self.time = time.monotonic()
             with contextlib.suppress(OSError):  # the terminal may be closed
                 os.write(
-                    2, b"saving a checkpoint; another signal in 2 seconds or later exits at once\n"
+                    2,
+                    b"saving a checkpoint; another signal in 2 seconds or later exits at once\n",
                 )
         elif time.monotonic() - self.time > 2:
             signal.signal(number, signal.SIG_DFL)
@@ -1063,8 +1071,8 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
     """Collective: do one optimizer step and return (loss, norms).
 
     inputs, targets: (B, T) int64, this rank's part of the batch. loss: mean over all ranks, NaN if
-    a gradient is not finite. norms: one per parameter, used only to find gradients of this rank
-    that are not finite. check_stop is called before each micro-batch; if it raises
+    a gradient is not finite. norms: one per parameter, only for reporting which gradients of this
+    rank are not finite. check_stop is called before each micro-batch; if it raises
     StopTraining, the model and the optimizers are unchanged.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -1087,7 +1095,7 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
     loss, norms_sum = sum_over_ranks(torch.stack([loss, norms.sum()]))
     if world_size > 1:
         sync_gradients(model)
-    # If a gradient is not finite, the caller ends the run after this step.
+    # Even a gradient that is not finite is applied, but then the caller ends the run unsaved.
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             full_lr = group.setdefault("initial_lr", group["lr"])  # stored at the first step
@@ -1177,9 +1185,8 @@ class Log:
         if show and sys.stdout is not None:
             outputs.append(sys.stdout)
         for output in outputs:
-            with contextlib.suppress(
-                OSError
-            ):  # keep training if the disk is full or the terminal gone
+            # Keep training if the disk is full or the terminal is gone.
+            with contextlib.suppress(OSError):
                 if self.live:
                     tqdm.write(line, file=output)
                 else:
@@ -1229,7 +1236,7 @@ class Log:
         """
         self(" ".join(f"{phase}:{seconds:.1f}s" for phase, seconds in self.seconds.items()))
         speed = train_loader.position / self.seconds["train"]
-        # Training and validation compile one graph each. More than that means recompilation.
+        # Training and validation compile one graph each. More graphs mean recompilation.
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         memory = peak_memory(train_loader.device)
         self(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
@@ -1282,13 +1289,16 @@ def check_finite(value, name):
         for part in value:
             check_finite(part, name)
     elif isinstance(value, (float, torch.Tensor)) and not torch.as_tensor(value).isfinite().all():
-        raise UserError(f"non-finite value in {name}, which is not used: lower the learning rates")
+        raise UserError(
+            f"non-finite value in {name}; not saved or loaded: lower the learning rates"
+        )
 
 
 def write_checkpoint(state, path, log):
     """Write a state atomically, by renaming a temporary file. Return whether this succeeded.
 
-    The file ends with the crc32 of all bytes before it. A failure, such as a full disk, is logged.
+    The file ends with the crc32 of all bytes before it, which torch.load ignores. A failure is
+    logged, for example a full disk.
     """
     partial = path.with_name("partial")
     try:
@@ -1323,6 +1333,11 @@ def save_weights(gpt, val_loss, path, log, args):
     return log.file is None or write_checkpoint(weights, path, log)
 
 
+def checkpoint_name(step):
+    """Return the file name of the checkpoint after `step` steps; names sort by step."""
+    return f"state_step{step:010d}.pt"
+
+
 def save_checkpoint(gpt, optimizers, train_loader, log, args):
     """Collective: save what a run needs to resume, and delete old checkpoints.
 
@@ -1330,7 +1345,7 @@ def save_checkpoint(gpt, optimizers, train_loader, log, args):
     raise UserError if a value is not finite.
     """
     step = train_loader.position // train_loader.tokens_per_step
-    name = f"state_step{step:010d}.pt"
+    name = checkpoint_name(step)
     checkpoints = [other for other in log.checkpoints if other != name] + [name]
     kept = checkpoints[-args.keep_checkpoints :]
     optimizer_states = []
@@ -1423,10 +1438,12 @@ def reporting_bad_checkpoint(path):
 
 def check_state(state, path, args, log):
     """Raise UserError unless a checkpoint was saved by a run with these settings and data."""
-    for name, value in vars(args).items():
+    for field in dataclasses.fields(args):
+        name, value = field.name, getattr(args, field.name)
         if name in CHANGEABLE_ON_RESUME:
             continue
-        saved = state["hyperparameters"].get(name)
+        # A setting that did not exist yet had the effect of its default.
+        saved = state["hyperparameters"].get(name, field.default)
         may_grow = name == "num_iterations" and isinstance(saved, int) and saved <= value
         if saved != value and not may_grow:
             raise UserError(f"{path} was saved with {name}={saved}, not {value}")
@@ -1530,7 +1547,8 @@ def resume(args, gpt, optimizers, train_loader, log):
         log(f"{path} was saved by a run in {state.get('dtype')}; continuing in {gpt.dtype}")
     if args.resume != "auto" and log.file is not None:
         for newer in checkpoints_in(log.folder):
-            if newer.name > path.name and newer.parent.resolve() == path.parent.resolve():
+            same_folder = newer.parent.resolve() == path.parent.resolve()
+            if same_folder and newer.name > checkpoint_name(step):
                 newer.rename(newer.with_name(f"{newer.name}.abandoned"))
                 log(f"renamed {newer} to {newer.name}.abandoned: the run resumes from {path}")
     return step
@@ -1542,8 +1560,8 @@ def join_processes(args):
 
     Raises UserError if the environment or the device is unusable.
     """
-    if int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "RANK" not in os.environ:
-        raise UserError("SLURM_NTASKS > 1, but torchrun did not start the run: use srun torchrun")
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "RANK" not in os.environ:
+        raise UserError("srun started several tasks without torchrun: use srun torchrun")
     device = choose_device(args)
     gpu = device if device.type == "cuda" else None
     if gpu is not None:
@@ -1617,7 +1635,7 @@ def configure_backend(args, device):
     # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
     # would not be bit-reproducible.
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a fill of every new tensor
+    torch.utils.deterministic.fill_uninitialized_memory = False  # saves filling each new tensor
 
 
 def all_gather_objects(value):
@@ -1672,12 +1690,12 @@ def check_ranks_read_the_same(loader, args):
         return
     sizes = [size for size, _ in loader.contents]
     check_ranks_agree({"the sizes of their shards": sizes}, "give all machines the same data")
-    last_token = args.num_iterations * loader.tokens_per_step  # needed as a target
-    if loader.shuffle_seed is not None:
-        last_token = loader.total_tokens
-    needed = 1 + np.searchsorted(loader.ends, last_token, side="right")  # shards of this run
+    last_target = args.num_iterations * loader.tokens_per_step  # its position in the stream
+    shards = len(loader.paths)
+    if loader.shuffle_seed is None and last_target < loader.total_tokens:
+        shards = 1 + np.searchsorted(loader.ends, last_target, side="right")
     checksums = {}
-    for i in range(local_rank, min(needed, len(loader.paths)), local_size):
+    for i in range(local_rank, shards, local_size):
         checksums[i] = crc32_of_file(loader.paths[i])
     seen = {}
     for rank, rank_checksums in enumerate(all_gather_objects(checksums)):
@@ -1690,13 +1708,13 @@ def check_ranks_read_the_same(loader, args):
 # ---- Main ---------------------------------------------------------------------------------------
 def check_memory(args):
     """Raise UserError if the model and its optimizers exceed the memory of this machine."""
-    # Each row has n_embd parameters, and each block has 12 * n_embd rows.
+    # Count rows of n_embd parameters; a block has 12 * n_embd of them.
     rows = args.vocab_size + 12 * args.n_layer * args.n_embd
     if args.max_ngram > 1:
         rows += args.ngram_rows
     params = args.n_embd * rows
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    max_params = memory // 12  # 12 bytes per parameter: float32 weight and two moments
+    max_params = memory // 12  # at least float32 weight, gradient and one moment per parameter
     if params > max_params:
         raise UserError(f"the model has {params} parameters, but the memory holds {max_params}")
 
@@ -1750,14 +1768,14 @@ def val_tokens_of(args, val_loader):
 
 
 def warm_up(gpt, args, val_loader):
-    """Compile the model by a validation and a training pass; return the seconds of one more."""
+    """Compile by a validation and a training pass; return the seconds of a second training pass."""
     if args.max_ngram > 1:  # torch.compile does not support the sparse gradients of the table
         gpt.ngrams.forward = torch.compiler.disable(gpt.ngrams.forward)
     gpt.compile(dynamic=False, fullgraph=args.max_ngram < 2, disable=not args.compile)
     inputs, targets = val_loader.next_batch()
     with torch.no_grad():
         gpt(inputs, targets)
-    for _ in range(2):
+    for _ in range(2):  # the first compiles, the second is timed
         start = time.perf_counter()
         loss = gpt(inputs, targets)
         loss.backward()
@@ -1839,7 +1857,7 @@ def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop
             steps.set_postfix(step=step + 1, loss=smooth_loss, lr=f"{lr_scale:.0%}", val=val_loss)
     val_loss = validate(args.num_iterations, args, log, gpt, train_loader, val_loader, stop.check)
     if not math.isfinite(val_loss):
-        raise UserError(f"the run diverged: val_loss is {val_loss}. Lower the learning rates")
+        raise UserError(f"the run diverged: val_loss is {val_loss}; lower the learning rates")
     if args.save_every:
         save_checkpoint(gpt, optimizers, train_loader, log, args)
     return val_loss
@@ -1852,8 +1870,8 @@ def resume_command(run_id, world_size):
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:  # several machines
         return f"the same command with --run_id={run_id} --resume=auto"
-    processes = f"torchrun --standalone --nproc_per_node={world_size}"
-    launcher = "python" if world_size == 1 else processes
+    torchrun = f"torchrun --standalone --nproc_per_node={world_size}"
+    launcher = "python" if world_size == 1 else torchrun
     command = os.environ.get("RUN_COMMAND", f"{launcher} {shlex.join(sys.argv)}")
     for argument in f"--run_id={run_id}", "--resume=auto":
         if argument not in command.split():
@@ -1868,10 +1886,10 @@ def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
     """
     step = train_loader.position // train_loader.tokens_per_step
     if not save_checkpoint(gpt, optimizers, train_loader, log, args):
-        last = log.checkpoints[-1] if log.checkpoints else "step 0"
+        last = log.checkpoints[-1] if log.checkpoints else "the last checkpoint"
         raise UserError(f"stopped after step {step} without saving: progress since {last} is lost")
     command = resume_command(log.folder.name, train_loader.world_size)
-    log(f"saved {log.folder}/state_step{step:010d}.pt; to continue: {command}")
+    log(f"saved {log.folder}/{checkpoint_name(step)}; to continue: {command}")
     if failure:
         raise UserError(f"stopped after step {step} (checkpoint saved): {failure}")
     log(f"stopped by a signal after step {step}")
@@ -1883,33 +1901,34 @@ def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
     log.header(args, gpt, optimizers, train_loader, val_loader)
     if args.resume:
         log(f"resume={args.resume}: continuing after step {first_step}")
-    if epochs(args, train_loader) > 10:
-        times = f"{epochs(args, train_loader):.0f} times"
+    times_read = epochs(args, train_loader)
+    if times_read > 10:
         log(
-            f"this run reads the training text {times}, so expect overfitting: add text, or lower "
-            f"--num_iterations"
+            f"this run reads the training text {times_read:.0f} times, so expect overfitting: add "
+            f"text, or lower --num_iterations"
         )
-    log("compiling (up to a minute)")
     if first_step == 0 and args.init:
         log(f"starting from the weights in {args.init}")
     elif first_step == 0:
         log("a high first loss is expected: an untrained tied head predicts the input token")
+    if args.compile:
+        log("compiling (up to a minute)")
     with log.timed("compile"):
         seconds_per_micro_batch = warm_up(gpt, args, val_loader)
     micro_batches = train_loader.tokens_per_step / val_loader.tokens_per_step
     seconds = seconds_per_micro_batch * micro_batches
     seconds_left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
     log(f"about {seconds:.2g} s per step, {seconds_left} remaining")
+    stopped = None
     try:
         val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop)
     except StopTraining as reason:
-        failure = reason.failure
-    else:
-        log.summary(args, train_loader, gpt, val_loss)
-        return val_loss
-    # This is outside the except block, so that errors are not chained to StopTraining.
-    save_and_stop(failure, gpt, optimizers, train_loader, log, args)
-    return None
+        stopped = reason
+    if stopped is not None:
+        save_and_stop(stopped.failure, gpt, optimizers, train_loader, log, args)
+        return None
+    log.summary(args, train_loader, gpt, val_loss)
+    return val_loss
 
 
 def main(args, stop=None):
@@ -1928,7 +1947,7 @@ def main(args, stop=None):
     on_all_ranks(check_memory, args)
     train_loader, val_loader = on_all_ranks(open_data, args, rank, world_size, device)
     args = dataclasses.replace(args, val_tokens=val_tokens_of(args, val_loader))
-    val_tokens = val_loader.read(0, args.val_tokens + 1)
+    val_tokens = on_all_ranks(val_loader.read, 0, args.val_tokens + 1)
     val_hash = hashlib.sha256(val_tokens).hexdigest()[:16]
     check_ranks_agree({"val_hash": val_hash}, "give all machines the same val_files")
     check_ranks_read_the_same(train_loader, args)
@@ -1983,7 +2002,8 @@ def cli(argv):
         text = describe_failure(error)
         on_every_rank = isinstance(error, UserError) and not isinstance(error, DataError)
         if dist.is_initialized():
-            # When one rank has failed, torchrun sends SIGTERM to the others.
+            # torchrun sends SIGTERM to the other ranks when one has failed. It must not stop this
+            # rank from printing its message.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             first = dist.get_rank() == 0
             if not on_every_rank:
