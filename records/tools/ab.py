@@ -13,13 +13,12 @@ programs first. --cold gives each run empty compiler caches, to measure a first 
 Called again with the same commands, the tool keeps finished runs and resumes unfinished ones. It
 rejects a folder that holds other logs. It deletes nothing but the final weights of its own runs.
 
-Losses are compared by seed: the mean difference from A with its 95% t-interval, and a two-sided p
-that is corrected for the number of arms (Holm). Times and memory are compared by round: the
-geometric mean of the ratio to A with its 95% t-interval. The time of a run is the median over its
-steps. Times are omitted if a round was interrupted, because its runs were not interleaved.
+Arms are compared by round. Losses: the mean difference from A with its 95% t-interval, and a
+two-sided p that is corrected for the number of arms (Holm). Times and memory: the geometric mean of
+the ratio to A with its 95% t-interval. The time of a run is the median over its steps. Times are
+omitted if a round was interrupted, because its runs were not interleaved.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -35,17 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from compare import check_comparable, check_finished, check_repetitions, differences
-from report import command, escaped, markdown
-from runlog import NAMES, ROOT, packages, read, require
+from report import escaped, markdown
+from runlog import NAMES, ROOT, argument_parser, command, packages, read, require
 
 with packages():
     from scipy import stats
 
 PLAN = "ab.json"  # beside the logs: the arms, and whether a round was interrupted
-BASES = "A", "best"  # the arm that others are compared with; "best" in logs of 2026-11-22
 OWN_SETTINGS = NAMES | {"resume"}  # settings in which the runs of an arm may differ
 CACHES = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"  # TMPDIR: of compiled headers
 
@@ -181,33 +177,27 @@ def run_once(arm, round_, folder, cold):
 
 # ---- The table ----------------------------------------------------------------------------------
 def collect(folder):
-    """Return {arm: {round: Run}}, the base first. Raises ValueError if the runs do not compare."""
+    """Return {arm: {round: Run}}, A first. Raises ValueError if the runs do not compare."""
     arms = {}
     for path in sorted(folder.glob("*.txt")):
-        if found := re.fullmatch(r"(.+)_(?:round|seed)(\d+)", path.stem):
+        if found := re.fullmatch(r"(.+)_round(\d+)", path.stem):
             arms.setdefault(found[1].replace("_", " "), {})[int(found[2])] = read(path)
-    base = next((name for name in BASES if name in arms), None)
-    require(base and len(arms) > 1, f"{folder} holds no logs A_round1.txt, B_round1.txt, ...")
-    rounds = sorted(arms[base])
+    found = "A" in arms and len(arms) > 1
+    require(found, f"{folder} holds no logs A_round1.txt, B_round1.txt, ...")
+    rounds = sorted(arms["A"])
     require(len(rounds) > 1, f"{folder} holds one round: at least two are needed")
     for name, runs in arms.items():
         found = sorted(runs)
         require(found == rounds, f"{name} has the rounds {found}, not {rounds}: run ab.py again")
+        seeds = {run.seed for run in runs.values()}
+        require(len(seeds) == len(rounds), f"{name} has only the seeds {seeds}: one a round counts")
         check_repetitions([runs[round_] for round_ in rounds], OWN_SETTINGS)
     unknown = check_comparable([run for runs in arms.values() for run in runs.values()])
     require(
         not any("data_hash" in what for what in unknown),
         "the arms logged no data_hash after as many tokens: give all as many steps and one data",
     )
-    return {base: arms.pop(base), **arms}
-
-
-def is_interleaved(folder, arms):
-    """Return whether each round ran in one go, so that times compare."""
-    path = folder / PLAN
-    if path.exists():
-        return not json.loads(path.read_text())["interrupted"]
-    return set(arms) == {"A", "B"}  # logs of an older tool that never continued
+    return {"A": arms.pop("A"), **arms}
 
 
 def step_ms(run):
@@ -223,20 +213,10 @@ def step_ms(run):
 def paired(values):
     """Return (mean, low, high, p) of paired differences: 95% t-interval and two-sided t-test."""
     mean = np.mean(values)
-    if len(values) < 2:
-        return mean, math.nan, math.nan, math.nan
     if not np.ptp(values):
         return mean, mean, mean, math.nan
     test = stats.ttest_1samp(values, 0)
     return mean, *test.confidence_interval(0.95), test.pvalue
-
-
-def loss_difference(runs, base):
-    """Return (mean, low, high, p) of losses minus the base's; runs with one seed count once."""
-    by_seed = {}
-    for round_, run in runs.items():
-        by_seed.setdefault(run.seed, []).append(run.val_loss - base[round_].val_loss)
-    return paired([statistics.mean(values) for values in by_seed.values()])
 
 
 def holm(values):
@@ -271,41 +251,36 @@ def metric_cell(metric, runs, base):
 
 def table(arms, timed):
     """Return the table of all arms, the largest loss first, and what they differ in."""
-    base, *others = arms
-    first = next(iter(arms[base].values()))
-    found = {name: loss_difference(arms[name], arms[base]) for name in others}
-    corrected = dict(zip(others, holm([p for *_, p in found.values()])))
-    mean_loss = np.mean([run.val_loss for run in arms[base].values()])
-    rows, lines = [[base, f"{mean_loss:.4f}", "", ""]], []
-    for name in sorted(others, key=lambda name: -found[name][0]):
+    base, first = arms["A"], next(iter(arms["A"].values()))
+    losses = {name: np.array([runs[i].val_loss for i in base]) for name, runs in arms.items()}
+    found = {name: paired(losses[name] - losses["A"]) for name in arms if name != "A"}
+    corrected = dict(zip(found, holm([p for *_, p in found.values()])))
+    rows, lines = [["A", f"{losses['A'].mean():.4f}", "", ""]], []
+    for name in sorted(found, key=lambda name: -found[name][0]):
         mean, low, high, _ = found[name]
-        interval = "one seed" if math.isnan(low) else f"{low:+.4f} to {high:+.4f}"
         p = "n/a" if math.isnan(corrected[name]) else f"{corrected[name]:.2g}"
-        loss = np.mean([run.val_loss for run in arms[name].values()])
-        rows.append([name, f"{loss:.4f}", f"{mean:+.4f} ({interval})", p])
+        difference = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+        rows.append([name, f"{losses[name].mean():.4f}", difference, p])
         differ = differences(next(iter(arms[name].values())), first, OWN_SETTINGS)
-        lines.append(f"{escaped(name)} differs from {base} in: {escaped(differ)}.")
+        lines.append(f"{escaped(name)} differs from A in: {escaped(differ)}.")
     metrics = list(METRICS) if timed else []
     for row in rows:
-        row += [metric_cell(metric, arms[row[0]], arms[base]) for metric in metrics]
-    head = ["arm", "val loss", f"minus {base} (95%)", "p, corrected"]
+        row += [metric_cell(metric, arms[row[0]], base) for metric in metrics]
+    head = ["arm", "val loss", "minus A (95%)", "p, corrected"]
     head += [f"{metric}, ratio (95%)" for metric in metrics]
-    size = f"{len(arms[base])} rounds of {first.steps} steps of {first.tokens_per_step:,} tokens"
+    size = f"{len(base)} rounds of {first.steps} steps of {first.tokens_per_step:,} tokens"
     lines = [f"{size} on {escaped(str(first.facts.get('device')))}.", *lines]
     return "\n".join([markdown(head, rows), "", *lines])
 
 
 # ---- Command line -------------------------------------------------------------------------------
 def parse(argv):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     add = parser.add_argument
     add("commands", nargs="*", metavar="COMMAND", help="A, and B if it has a command of its own")
     add("--arm", action="append", default=[], help="NAME: SETTINGS, or NAME: FILE.diff; repeat")
     add("--rounds", type=int, default=6, help="default: 6")
-    add("--python_a", default=sys.executable, help="interpreter of A and its changes")
-    add("--python_b", help="interpreter of B")
+    add("--python_b", help="interpreter of B, which is otherwise that of A")
     add("--cold", action="store_true", help="compile anew in every run")
     add("--out", type=Path, help="folder of the logs")
     add("--logs", type=Path, help="only print the table of the logs in this folder")
@@ -326,19 +301,19 @@ def main(argv):
     folder = options.out or options.logs
     if options.out:
         first, last = options.commands[0], options.commands[-1]
-        arms = [make_arm("A", first, options.python_a)]
+        arms = [make_arm("A", first, sys.executable)]
         if options.python_b or len(options.commands) == 2:
             arms.append(make_arm("B", last, options.python_b or sys.executable))
         with tempfile.TemporaryDirectory() as copies:
             for name, settings, diff in map(parse_arm, options.arm):
                 text = f"{first} {settings}".strip()
-                arms.append(make_arm(name, text, options.python_a, diff, copies))
+                arms.append(make_arm(name, text, sys.executable, diff, copies))
             run_all(arms, options.rounds, folder, options.cold)
     elif not folder.exists():
         folder = ROOT / folder
-    arms = collect(folder)
-    print(table(arms, is_interleaved(folder, arms)))
-    return 0
+    plan = folder / PLAN  # older logs have none, and were never continued
+    interleaved = not plan.exists() or not json.loads(plan.read_text())["interrupted"]
+    print(table(collect(folder), timed=interleaved))
 
 
 if __name__ == "__main__":

@@ -13,15 +13,9 @@ tokens, sequence_length, target, hardware, number of processes or dtype, and a b
 more tokens. Losses are in nats per token.
 """
 
-import argparse
-import sys
-from pathlib import Path
-
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from report import SAME, check_starts, collect, command, escaped, fact, markdown, one_value
-from runlog import INCIDENTAL, packages, require
+from report import SAME, check_starts, collect, escaped, markdown, one_value
+from runlog import INCIDENTAL, argument_parser, command, packages, require
 
 with packages():
     from scipy import stats
@@ -30,10 +24,10 @@ ALPHA = 0.01  # level of p
 POWER = 0.9  # of the least n
 MAX_RUNS = 10_000  # per side; a larger n is not searched for
 COMPARABLE = {  # what runs must share, or their losses do not compare
-    **{what: fact(name) for what, name in SAME.items()},
+    **SAME,
     "number of validation tokens": lambda run: run.settings.get("val_tokens"),
     "sequence_length": lambda run: run.settings["sequence_length"],
-    "hardware": fact("device"),
+    "hardware": lambda run: run.facts.get("device"),
     "target": lambda run: run.settings.get("target_val_loss"),
     "plan": lambda run: "in one go" if len(run.planned) < 2 else f"prolonged, {run.planned}",
 }
@@ -97,22 +91,18 @@ def check_comparable(runs):
     return unknown
 
 
-def stream(run):
-    """Return what a data_hash depends on besides the data: the hash function and the order."""
-    digits = max(map(len, run.hashes.values()), default=0)
-    return digits, run.seed if run.settings.get("shuffle") else None
-
-
 def same_training_data(runs):
     """Raise ValueError if runs read different tokens; return False if the logs cannot tell.
 
     data_hash is compared wherever two runs logged it after the same number of tokens, because a
-    shorter run reads the beginning of the same stream. If runs read their data in different orders,
-    only the total number of training tokens is compared.
+    shorter run reads the beginning of the same stream. Each seed of shuffled runs has a stream of
+    its own. Of different streams, only the total number of training tokens is compared.
     """
     seen, streams, known = {}, set(), True
     for run in runs:
-        hashes = {(stream(run), tokens): value for tokens, value in run.hashes.items()}
+        digits = max(map(len, run.hashes.values()), default=0)  # more in old logs: another hash
+        stream = digits, run.seed if run.settings.get("shuffle") else None
+        hashes = {(stream, tokens): value for tokens, value in run.hashes.items()}
         shared = hashes.keys() & seen.keys()
         for key in shared:
             value, path = seen[key]
@@ -121,8 +111,8 @@ def same_training_data(runs):
                 f"the training data differ: data_hash after {key[1]:,} tokens is {hashes[key]} in "
                 f"{run.path}, {value} in {path}",
             )
-        known = known and (bool(shared) or stream(run) not in streams)
-        streams.add(stream(run))
+        known = known and (bool(shared) or stream not in streams)
+        streams.add(stream)
         seen |= {key: (value, run.path) for key, value in hashes.items()}
     totals = {run.facts.get("train_tokens") for run in runs}
     return known and (len(streams) == 1 or (len(totals) == 1 and None not in totals))
@@ -194,12 +184,6 @@ def verdict(p, unknown, n):
 
 
 # ---- Command line -------------------------------------------------------------------------------
-def side(arguments):
-    """Return (name, runs) of one side's logs."""
-    groups = collect(arguments)
-    return " + ".join(groups), [run for runs in groups.values() for run in runs]
-
-
 def check(sides, target, n):
     """Raise ValueError if the sides cannot be tested; return what their logs leave unknown."""
     for name, runs in sides:
@@ -223,9 +207,7 @@ def check(sides, target, n):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("logs", nargs="+", metavar="LOG")
     parser.add_argument("--against", nargs="+", metavar="LOG", help="the other side")
     parser.add_argument("--target", type=float, help="loss that the mean must be below")
@@ -238,7 +220,9 @@ def parse(argv):
 
 def main(argv):
     options = parse(argv)
-    sides = [side(logs) for logs in (options.logs, options.against) if logs]
+    sides = []  # (name, runs) of each
+    for groups in [collect(logs) for logs in (options.logs, options.against) if logs]:
+        sides.append((" + ".join(groups), [run for runs in groups.values() for run in runs]))
     if len(sides) == 2 and sides[0][0] == sides[1][0]:
         sides = [(f"{name} ({letter})", runs) for (name, runs), letter in zip(sides, "AB")]
     unknown = check(sides, options.target, options.n)

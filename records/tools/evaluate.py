@@ -27,17 +27,14 @@ import math
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from runlog import ROOT, packages
+import numpy as np
+import torch
+import weights
+from runlog import ROOT, command
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
-with packages():
-    import numpy as np
-    import torch
-    import weights
-    from torch.nn.utils.rnn import pad_sequence
-    from tqdm import tqdm
-
-    from train_gpt2 import DistributedDataLoader, UserError
+from train_gpt2 import DistributedDataLoader, UserError
 
 TOKENS_PER_PASS = 2**13
 SHARD_BEGINNING = (20240520).to_bytes(4, "little")
@@ -176,7 +173,7 @@ def find_encoding(options, args):
 
 
 def main(argv):
-    parser = weights.parser_for("evaluate.py", __doc__)
+    parser = weights.parser_for(__doc__)
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="file, shard, or - for stdin")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument(
@@ -204,4 +201,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    weights.command(main)
+    command(main)

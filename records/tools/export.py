@@ -11,12 +11,10 @@ DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 import json
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from runlog import packages
+from runlog import command, packages
 
 with packages():
     import torch
@@ -183,7 +181,7 @@ def export(path, out, encoding_name=""):
 
 
 def main(argv):
-    parser = weights.parser_for("export.py", __doc__)
+    parser = weights.parser_for(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     options = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
@@ -193,4 +191,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    weights.command(main)
+    command(main)

@@ -20,7 +20,6 @@ A README holds a command between `<!-- ` and ` -->`, then what it prints, then `
 exits with 1. --refresh renews them.
 """
 
-import argparse
 import contextlib
 import glob
 import html
@@ -29,14 +28,14 @@ import io
 import re
 import shlex
 import statistics
-import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from runlog import ROOT, logs_in, natural, packages, read, require
+from runlog import ROOT, argument_parser, command, logs_in, natural, packages, read, require
 
 BLOCK = re.compile(
     r"(?P<start><!-- python records/tools/(?P<tool>\w+)\.py(?P<arguments>[^\n]*) -->\n)"
@@ -48,10 +47,11 @@ PICTURE = re.compile(r"--picture[ =](\S+)")
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
 MARKERS = "os^Dv<P"
 STRETCHES = 30  # a picture averages the training loss over this share of a run
-SAME = {  # facts that runs must share, or their losses do not compare
-    "validation tokens (val_hash)": "val_hash",
-    "number of processes": "processes",
-    "dtype of products": "products",
+VALIDATION = "validation tokens (val_hash)"
+SAME = {  # what runs must share, or their losses do not compare
+    VALIDATION: lambda run: run.facts.get("val_hash"),
+    "number of processes": lambda run: run.facts.get("processes"),
+    "dtype of products": lambda run: run.facts.get("products"),
 }
 
 
@@ -106,14 +106,11 @@ def collect(arguments):
 
 def grouped(named):
     """Return {group: [Run]} of (name or None, Run). Equal labels get the names of their folders."""
-    folders = {}
-    for _, run in named:
-        folders.setdefault(run.label, set()).add(run.path.parent)
+    places = {(run.label, run.path.parent) for _, run in named}
+    folders = Counter(label for label, _ in places)
     groups = {}
     for name, run in named:
-        own = run.label
-        if len(folders[own]) > 1:
-            own = f"{run.path.parent.name}/{own}"
+        own = run.label if folders[run.label] == 1 else f"{run.path.parent.name}/{run.label}"
         groups.setdefault(name or own, []).append(run)
     return groups
 
@@ -122,23 +119,18 @@ def check(groups):
     """Raise ValueError unless all runs of a group had one plan and, at each start, one header."""
     for runs in groups.values():
         check_starts(runs)
-        for what, name in SAME.items():
-            one_value(what, fact(name), runs)
+        for what, value in SAME.items():
+            one_value(what, value, runs)
         one_value("plan (num_iterations of each start)", plan, runs)
 
 
 def check_starts(runs):
     """Raise ValueError for a run whose starts differ in what defines a loss."""
     for run in runs:
-        for what, name in SAME.items():
-            value = run.facts.get(name) or ""
-            sentence = f"the {what} of {run.path} differ between its starts, {value}"
-            require(" then " not in value, f"{sentence}: its loss does not compare with others")
-
-
-def fact(name):
-    """Return a function that returns this fact of a run, or None."""
-    return lambda run: run.facts.get(name)
+        for what, value in SAME.items():
+            sentence = f"the {what} of {run.path} differ between its starts, {value(run)}"
+            compares = " then " not in (value(run) or "")
+            require(compares, f"{sentence}: its loss does not compare with others")
 
 
 def one_value(what, of, runs):
@@ -167,10 +159,14 @@ def markdown(head, rows):
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def all_finished(runs):
+    return all(run.finished for run in runs)
+
+
 def loss_of(runs):
     """Return mean and standard deviation of a group's losses as text; n/a if a run has none."""
     losses = [run.val_loss for run in runs]
-    if not all(run.finished for run in runs):
+    if not all_finished(runs):
         return "n/a"
     if len(runs) == 1:
         return f"{losses[0]:.4f}"
@@ -216,11 +212,10 @@ def groups_of_record(folder):
 
     Logs in subfolders of a record that reports groups are left to its README.
     """
-    blocks = BLOCK.finditer((folder / "README.md").read_text())
-    commands = [parse(shlex.split(b["arguments"])) for b in blocks if b["tool"] == "report"]
     groups = {}
-    for options in commands:
-        groups |= collect(options.logs)
+    for block in BLOCK.finditer((folder / "README.md").read_text()):
+        if block["tool"] == "report":
+            groups |= collect(parse(shlex.split(block["arguments"])).logs)
     known = {run.path.resolve() for runs in groups.values() for run in runs}
     others = [run for run in logs_in(folder) if run.path.resolve() not in known]
     if groups:
@@ -249,55 +244,49 @@ def history():
 
 
 # ---- Pictures ------------------------------------------------------------------------------------
-def stretch(run):
-    """Return the number of steps over which a picture averages the training loss."""
-    return max(1, run.last // STRETCHES)
-
-
 def curve(run, kind):
-    """Return (P, 3): step, loss and ms of what is drawn of a run.
+    """Return (P, 2): step and loss of what is drawn of a run.
 
     val: the validations after step 0. train: means over stretches of steps, each at the mean of
     its steps; the last stretch may be shorter.
     """
-    points = np.array(run.points[kind], dtype=float).reshape(-1, 3)
+    points = np.array(run.points[kind], dtype=float).reshape(-1, 3)[:, :2]
     points = points[points[:, 0] > 0]
     if kind == "val":
         return points
-    which = (points[:, 0] - 1) // stretch(run)
+    which = (points[:, 0] - 1) // max(1, run.last // STRETCHES)
     means = [points[which == i].mean(axis=0) for i in np.unique(which)]
-    return np.array(means).reshape(-1, 3)
+    return np.array(means).reshape(-1, 2)
 
 
 def mean_curve(curves):
-    """Return the mean of (P, 3) curves at the steps that all of them have."""
+    """Return the mean of (P, 2) curves at the steps that all of them have."""
     shared = sorted(set.intersection(*(set(points[:, 0]) for points in curves)))
     return np.mean([points[np.isin(points[:, 0], shared)] for points in curves], axis=0)
 
 
 def loss_limits(runs):
-    """Return (low, high) of the losses after the first tenth of each curve, with a margin."""
-    curves = [curve(run, kind) for run in runs for kind in ("train", "val")]
-    late = [points[points[:, 0] >= points[-1, 0] / 10, 1] for points in curves if len(points)]
-    values = np.concatenate(late)
-    values = values[np.isfinite(values)]
-    if not len(values):
+    """Return (low, high) of the losses after the first tenth of each run, with a margin."""
+    losses = []
+    for run in runs:
+        for points in curve(run, "train"), curve(run, "val"):
+            losses += [loss for step, loss in points if step >= run.reached / 10]
+    losses = np.array(losses)[np.isfinite(losses)]
+    if not len(losses):
         return None, None
-    margin = 0.05 * np.ptp(values) + 1e-3
-    return values.min() - margin, values.max() + margin
+    margin = 0.05 * np.ptp(losses) + 1e-3
+    return losses.min() - margin, losses.max() + margin
 
 
-def draw_group(axes, runs, label, color, marker):
+def draw_group(axes, runs, label, look):
     """Draw losses against tokens: each run thin, the mean of a group thick."""
-    size = runs[0].tokens_per_step
-    for kind, style, point in ("train", ":", ""), ("val", "-", marker):
+    for kind, style in ("train", {"linestyle": ":", "marker": ""}), ("val", {}):
         curves = [curve(run, kind) for run in runs]
-        look = dict(color=color, linestyle=style, marker=point)
-        for points in curves if len(runs) > 1 else []:
-            axes.plot(points[:, 0] * size, points[:, 1], linewidth=0.5, markersize=3, **look)
-        mean = mean_curve(curves)
-        axes.plot(mean[:, 0] * size, mean[:, 1], linewidth=1.8, markersize=7, **look)
-    axes.plot([], [], color=color, marker=marker, label=label)
+        thin = curves if len(runs) > 1 else []
+        for points, width in [(points, 0.5) for points in thin] + [(mean_curve(curves), 1.8)]:
+            tokens = points[:, 0] * runs[0].tokens_per_step
+            axes.plot(tokens, points[:, 1], linewidth=width, markersize=4 * width, **look | style)
+    axes.plot([], [], label=label, **look)
 
 
 def draw_targets(panels, runs):
@@ -309,21 +298,12 @@ def draw_targets(panels, runs):
                 axes.axhline(target, linestyle="--", color="black", label=f"target {target:g}")
 
 
-def draw_results(axes, results):
-    """Draw {group: losses} as a dot per run, in order, and a line at the mean."""
-    names = []
-    for i, (name, losses) in enumerate(results.items()):
-        color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
-        x = np.linspace(i - 0.15, i + 0.15, len(losses)) if len(losses) > 1 else [i] * len(losses)
-        axes.plot(x, losses, linestyle="", color=color, marker=marker, markeredgecolor="white")
-        if losses:
-            axes.hlines(np.mean(losses), i - 0.3, i + 0.3, color=color)
-        names.append(name.replace("$", r"\$"))
-    axes.set_ylabel("validation loss at the end")
-    axes.set_xlim(-0.6, len(results) - 0.4)
-    axes.margins(y=0.1)
-    axes.set_xticks(range(len(results)), names, rotation=30, ha="right")
-    axes.grid(axis="y", alpha=0.3)
+def draw_results(axes, place, runs, look):
+    """Draw the results of a group's runs as dots side by side, and their mean as a line."""
+    losses = [run.val_loss for run in runs]
+    x = place + 0.03 * (np.arange(len(runs)) - (len(runs) - 1) / 2)
+    axes.plot(x, losses, linestyle="", markeredgecolor="white", **look)
+    axes.hlines(np.mean(losses), place - 0.3, place + 0.3, color=look["color"])
 
 
 def draw(groups, path):
@@ -334,23 +314,28 @@ def draw(groups, path):
     runs = [run for own in groups.values() for run in own]
     for run in runs:
         require(run.reached, f"{run.path} holds no step after step 0 to draw")
-    one_value("validation tokens (val_hash)", fact("val_hash"), runs)
-    results = {}
-    for name, own in groups.items():
-        results[name] = [run.val_loss for run in own] if loss_of(own) != "n/a" else []
-    widths = [8] + [2 + 0.8 * len(groups)] * any(len(losses) > 1 for losses in results.values())
+    one_value(VALIDATION, SAME[VALIDATION], runs)
+    widths = [8]
+    if any(len(own) > 1 and all_finished(own) for own in groups.values()):
+        widths.append(2 + 0.8 * len(groups))
     figure = Figure(figsize=(sum(widths), 5), layout="constrained")
     curves, *ends = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-    for i, (name, own) in enumerate(groups.items()):
-        result = loss_of(own) if results[name] else progress(own[0])
-        label = f"{name}: {result}, n={len(own)}".replace("$", r"\$")
-        draw_group(curves, own, label, COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)])
-    curves.set(xlabel="tokens read", xlim=(0, None), ylim=loss_limits(runs))
-    curves.set_ylabel("loss, nats per token")
+    names = [name.replace("$", r"\$") for name in groups]
+    for axes in ends:
+        axes.set(ylabel="validation loss at the end", xlim=(-0.6, len(groups) - 0.4))
+        axes.set_xticks(range(len(groups)), names, rotation=30, ha="right")
+        axes.margins(y=0.1)
+        axes.grid(axis="y", alpha=0.3)
+    for i, (name, own) in enumerate(zip(names, groups.values())):
+        look = dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)])
+        result = loss_of(own) if all_finished(own) else progress(own[0])
+        draw_group(curves, own, f"{name}: {result}, n={len(own)}", look)
+        if ends and all_finished(own):
+            draw_results(ends[0], i, own, look)
+    curves.set(xlabel="tokens read", ylabel="loss, nats per token")
+    curves.set(xlim=(0, None), ylim=loss_limits(runs))
     curves.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M")
     curves.grid(alpha=0.3)
-    for axes in ends:
-        draw_results(axes, results)
     draw_targets([curves, *ends], runs)
     curves.legend(fontsize=9, loc="upper right")
     figure.suptitle("Validation loss (solid) and training loss (dotted, averaged)", fontsize=11)
@@ -397,9 +382,7 @@ def outdated(readme, write):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("logs", nargs="*", metavar="LOG")
     parser.add_argument("--picture", help="a .png to draw")
     parser.add_argument("--summary", action="store_true", help="only the row per group")
@@ -429,14 +412,6 @@ def main(argv):
         if options.picture:
             draw(groups, options.picture)
     return 0
-
-
-def command(main):
-    """Run a tool's main on the command line. A mistake is one sentence and status 1."""
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ValueError, OSError, subprocess.SubprocessError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ seed (Student's t). The exit status is 0 if it is within, otherwise 1. For an ex
 seed, only the difference is printed.
 """
 
-import argparse
-import ast
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,11 +20,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from compare import COMPARABLE, check_comparable, check_finished, differences, same_training_data
-from report import check_starts, command
-from runlog import INCIDENTAL, ROOT, logs_in, packages, read, require
+from runlog import INCIDENTAL, ROOT, argument_parser, command, logs_in, packages, read, require
 
 with packages():
     from scipy import stats
@@ -37,29 +31,27 @@ ROUNDING = 5e-5  # of a logged loss
 OWN_SETTINGS = {"run_id", "log_dir", "resume"}  # a repetition has its own
 
 
-def same_experiment(a, b):
-    equal = all(value(a) == value(b) for value in COMPARABLE.values())
-    return equal and differences(a, b) == "nothing"
-
-
 def choose(folder, name):
     """Return (the run to repeat, the runs of its experiment with one run per seed)."""
     require(folder.is_dir(), f"{folder} is no folder: give one of records/")
-    runs, names = [], {}
-    for run in logs_in(folder):
-        if len(run.planned) == 1:  # no run in one go repeats one that was prolonged
-            runs.append(run)
-            place = run.path.relative_to(folder).parent
-            for stem in run.label, run.path.stem:
-                names.setdefault(str(place / stem), []).append(run)
+    # A run in one go does not repeat one that was prolonged.
+    runs = [run for run in logs_in(folder) if len(run.planned) == 1]
     require(runs, f"{folder} holds no log of a training run: its README says how it was measured")
-    check_starts(runs)
-    require(name in (None, *names), f"{folder} has no run {name!r}: give one of {[*names]}")
+    named = {}
+    for run in runs:
+        place = run.path.relative_to(folder).parent
+        for label in run.label, run.path.stem:
+            named.setdefault(str(place / label), []).append(run)
+    require(name in (None, *named), f"{folder} has no run {name!r}: give one of {[*named]}")
 
     def experiment(run):
-        return {other.seed: other for other in runs if same_experiment(run, other)}
+        """Return {seed: Run} of the runs that repeat this one."""
+        alike = [other for other in runs if differences(run, other) == "nothing"]
+        for value in COMPARABLE.values():
+            alike = [other for other in alike if value(other) == value(run)]
+        return {other.seed: other for other in alike}
 
-    run = max(names[name] if name else runs, key=lambda run: len(experiment(run)))
+    run = max(named[name] if name else runs, key=lambda run: len(experiment(run)))
     group = list(experiment(run).values())
     for other in group:
         check_finished(other)
@@ -77,22 +69,9 @@ def unpack(run, folder):
     return folder / next(iter(run.sources))
 
 
-def fetch(run):
-    """Make the training data if this repository can make it."""
-    pattern = run.settings["train_files"]
-    if pattern.startswith("data/torch_sources/"):
-        environment = os.environ | {"PYTHON": sys.executable}
-        subprocess.run(["bash", "run.sh", "data"], check=True, env=environment)
-    elif pattern.startswith("data/fineweb10B/"):
-        shards = -(-run.settings["num_iterations"] * run.tokens_per_step // 10**8)
-        subprocess.run([sys.executable, "data/fineweb.py", str(shards)], check=True)
-
-
 def arguments_of(run):
     """Return the run's settings as arguments, under the names that its source gives them."""
-    lines = re.findall(r"^hyperparameter (\w+)=(.*)$", run.path.read_text(), flags=re.M)
-    settings = {name: ast.literal_eval(value) for name, value in lines}
-    kept = {name: value for name, value in settings.items() if value is not None}
+    kept = {name: value for name, value in run.arguments.items() if value is not None}
     return [f"--{name}={value}" for name, value in kept.items() if name not in OWN_SETTINGS]
 
 
@@ -145,9 +124,7 @@ def judge(again, run, group):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("name", nargs="?")
     parser.add_argument("--log_dir", type=Path, default="logs")
@@ -158,7 +135,9 @@ def main(argv):
         require(allowed, f"{field} would make it another experiment: a rerun may change {legal}")
     run, group = choose(options.folder, options.name)
     print(f"executing the code in {run.path}: only do this with logs that you trust", flush=True)
-    fetch(run)
+    if run.settings["train_files"].startswith("data/torch_sources/"):
+        environment = os.environ | {"PYTHON": sys.executable}
+        subprocess.run(["bash", "run.sh", "data"], check=True, env=environment)
     return judge(read(repeat(run, fields, options.log_dir)), run, group)
 
 

@@ -1,9 +1,14 @@
-"""Logs of training runs, read back. They are those of train_gpt2.py, also of its old versions."""
+"""What the tools share: their command lines, and logs of training runs, read back.
 
+The logs are those of train_gpt2.py, also of its old versions.
+"""
+
+import argparse
 import ast
 import contextlib
 import math
 import re
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +26,16 @@ POINT = re.compile(
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
     r"(?: data_hash:(?P<hash>\w+))?(?: lr:(?P<lr>\S+))?"
 )
+FACT = re.compile(  # of the lines before the first step and after the last one
+    r"(?:^| )(torch|commit|device|processes|threads|products|train_tokens|val_hash|compile|train|"
+    r"peak_memory):(\S.*?)(?= [\w/]+:|$)",
+    re.M,
+)
 NAMES = {"seed", "run_id", "log_dir"}  # settings that tell repetitions apart
 CHECKS = {"checksum_every", "bytes_per_token"}  # settings of old scripts, without effect
 # Settings that do not change the result; most of them fit a run to its machine.
-INCIDENTAL = NAMES | CHECKS
-INCIDENTAL |= {"device_batch_size", "save_every", "keep_checkpoints", "resume", "comm_timeout"}
+INCIDENTAL = NAMES | {"device_batch_size", "save_every", "keep_checkpoints", "resume"}
+INCIDENTAL |= CHECKS | {"comm_timeout"}
 # train_gpt2.CHANGEABLE_ON_RESUME, without importing torch
 RESUMABLE = {"train_files", "val_files", "allow_repeat", "val_loss_every"}
 RESUMABLE |= {"target_val_loss", "save_every", "keep_checkpoints", "resume", "log_dir", "run_id"}
@@ -42,12 +52,8 @@ def flops_per_token(gpt, args):
 
     Embedding tables that are only looked up do not count.
     """
-    modules = list(gpt.modules())
-    tables = {m.weight for m in modules if hasattr(m, "num_embeddings")}
-    tables -= {m.weight for m in modules if hasattr(m, "in_features")}  # tied to the head
-    if getattr(gpt, "ngrams", None):
-        tables.add(gpt.ngrams.weight)
-    parameters = sum(p.numel() for p in gpt.parameters() if p not in tables)
+    factors = {module.weight for module in gpt.modules() if hasattr(module, "in_features")}
+    parameters = sum(p.numel() for p in factors)
     attention = 12 * args.n_layer * args.n_embd * args.sequence_length  # to all positions
     return 6 * parameters + attention
 
@@ -62,6 +68,22 @@ def packages():
         sys.exit(f"{Path(sys.argv[0]).name}: {error.name} is not installed: {fix}")
 
 
+def argument_parser(description):
+    """Return a parser that shows a tool's description as it is written."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=form)
+
+
+def command(main):
+    """Run a tool's main on the command line. A mistake is one sentence and status 1."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ValueError, OSError, subprocess.SubprocessError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
 def require(condition, sentence):
     if not condition:
         raise ValueError(sentence)
@@ -73,7 +95,8 @@ class Run:
 
     path: Path
     sources: dict  # {path: text} as logged; the first is the training script
-    settings: dict  # the hyperparameters
+    arguments: dict  # the hyperparameters, named as its own script does
+    settings: dict  # the hyperparameters, named as today
     facts: dict  # {name: text} of the header and the summary
     planned: tuple  # num_iterations of each start that changed it; None: started in another log
     ended: bool  # whether the log holds the result
@@ -120,8 +143,9 @@ class Run:
         return {name: settings[name] for name in settings.keys() - but - CHECKS}
 
     def number(self, name):
-        """Return a fact as a float, without its unit, or None."""
-        found = re.match(r"\d+(\.\d+)?", self.facts.get(name) or "")
+        """Return a fact as a float, without its unit, or None. Of several starts, the last."""
+        *_, last = self.facts.get(name, "").split(" then ")
+        found = re.match(r"\d+(\.\d+)?", last)
         return float(found[0]) if found else None
 
 
@@ -142,57 +166,36 @@ def read_header(path, text):
     text = re.sub(rf"\A(?:(?=.*(?:{said})).*\n)+", "", text, flags=re.M)
     blocks = list(re.finditer(r"(?:^hyperparameter \w+=.*\n)+", text, flags=re.M))
     head = text[: blocks[0].start()]  # the sources
-    settings = []
+    starts = []  # the settings of each
     for block in blocks:
         pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", block[0], flags=re.M)
-        settings.append(with_new_names({name: ast.literal_eval(value) for name, value in pairs}))
+        starts.append({name: ast.literal_eval(value) for name, value in pairs})
         require(text[: block.start()].endswith(head), "another source")
-        for name in settings[0].keys() - INCIDENTAL - RESUMABLE - {"num_iterations"}:
-            require(settings[-1].get(name) == settings[0][name], "another setting")
+        for name in starts[0].keys() - RESUMABLE - CHECKS - {"num_iterations"}:
+            require(starts[-1].get(name) == starts[0][name], "another setting")
     parts = re.split(r"^source of (\S+):\n", head, flags=re.M)
     texts = [part[:-1] for part in parts[::2]]  # without the end of the log's line
     sources = dict(zip(["train_gpt2.py", *parts[1::2]], texts))
     ends = [block.start() - len(head) for block in blocks[1:]] + [len(text)]
     bodies = [text[block.end() : end] for block, end in zip(blocks, ends)]
-    planned = list(dict.fromkeys(later["num_iterations"] for later in settings))
+    planned = list(dict.fromkeys(start["num_iterations"] for start in starts))
     begin = re.search(r"^step:(\d+)/", bodies[0], flags=re.M)
     if begin and int(begin[1]) > 1:
         planned.insert(0, None)
     ended = re.search(r"^result ", bodies[-1], flags=re.M) is not None
-    return Run(path, sources, settings[-1], facts_of(bodies), tuple(planned), ended, planned[-1])
+    return Run(
+        path, sources, starts[-1], with_new_names(starts[-1]), facts_of(bodies), tuple(planned),
+        ended, planned[-1],
+    )  # fmt: skip
 
 
 def facts_of(bodies):
     """Return {name: text} of what follows each header. Where starts differ: "one then other"."""
-    facts = {}
+    values = {}  # {name: its values, each once, in order}
     for body in bodies:
-        for name, value in header_facts(body).items():
-            values = facts.setdefault(name, [])
-            if value not in values:
-                values.append(value)
-    facts = {name: " then ".join(values) for name, values in facts.items()}
-    for line in bodies[-1].splitlines():
-        if re.match(r"[a-z]+:[\d.]+s|tokens/s:|compile: ", line):  # the summary
-            facts |= named_values(line)
-    return facts
-
-
-def header_facts(body):
-    """Return {name: text} of the lines above the first step."""
-    facts, parameters = {}, 0
-    for line in body.partition("\nstep:")[0].splitlines():
-        if re.match("python:|torch:|commit:|device:|train_tokens:|val data:", line):
-            facts |= named_values(line)
-        elif found := re.fullmatch(r"\w+(?: lr:\S+)? parameters:(\d+)", line):
-            parameters += int(found[1])
-            facts["parameters"] = f"{parameters}"
-    return facts
-
-
-def named_values(line):
-    """Return {name: value} of a line of `name:value`. A value may hold spaces, or be missing."""
-    parts = re.split(r"(?:^| )([\w/]+):", line)
-    return {name: value.strip() for name, value in zip(parts[1::2], parts[2::2]) if value.strip()}
+        for name, value in FACT.findall(body):
+            values.setdefault(name, {})[value] = None
+    return {name: " then ".join(texts) for name, texts in values.items()}
 
 
 def read(path):
@@ -239,11 +242,8 @@ def logs_in(folder):
     Raises ValueError for a damaged log: a run that is left out unseen would bias what is said.
     """
     paths = sorted(Path(folder).rglob("*.txt"), key=natural)
-    return [read(path) for path in paths if path.is_file() and is_log(path)]
-
-
-def is_log(path):
-    return "\nhyperparameter " in path.read_text(errors="replace")
+    files = [path for path in paths if path.is_file()]
+    return [read(path) for path in files if "\nhyperparameter " in path.read_text(errors="replace")]
 
 
 def natural(path):

@@ -9,18 +9,14 @@ empty prompt begins a new document, and an end-of-text token ends a sample.
 import codecs
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from runlog import packages
+import torch
+import weights
+from runlog import command
 
-with packages():
-    import torch
-    import weights
-
-    import train_gpt2
-    from train_gpt2 import UserError
+import train_gpt2
+from train_gpt2 import UserError
 
 
 def pick(logits, temperature, top_k, generator):
@@ -71,7 +67,7 @@ def write(ids, encoding, output):
 
 
 def parse_args(argv):
-    parser = weights.parser_for("sample.py", __doc__)
+    parser = weights.parser_for(__doc__)
     add = parser.add_argument
     add("prompt", nargs="?", default="", help="what the text begins with")
     add("--tokens", type=int, default=300, help="length limit of each sample (default: 300)")
@@ -114,4 +110,4 @@ def main(argv, output=sys.stdout):
 
 
 if __name__ == "__main__":
-    weights.command(main)
+    command(main)

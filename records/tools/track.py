@@ -7,15 +7,13 @@ It ends when the log contains the result, or by Ctrl-C. Steps that a resumed run
 once. Started again, it sends the whole log again.
 """
 
-import argparse
 import ast
 import re
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from runlog import POINT
+from runlog import POINT, argument_parser, command
 
 
 def follow(path, pause=1.0):
@@ -80,9 +78,7 @@ def to_wandb(points, project, name):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        prog="track.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("log", type=Path, metavar="LOG")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
@@ -98,11 +94,7 @@ def main(argv):
             to_wandb(points, options.wandb, options.log.stem)
     except ImportError as error:
         sys.exit(f"track.py: {error.name} is not installed: pip install {error.name}")
-    except (OSError, ValueError) as error:
-        sys.exit(f"track.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command(main)

@@ -4,7 +4,6 @@ The tools that use a trained model share this: sample.py, evaluate.py and export
 weights is model.pt, best.pt or a checkpoint, state_step*.pt, in the folder of a run.
 """
 
-import argparse
 import pickle
 import sys
 import textwrap
@@ -12,37 +11,22 @@ import zlib
 from pathlib import Path
 
 import torch
+from runlog import ROOT, argument_parser, with_new_names
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "data"), str(ROOT / "records" / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import pack  # noqa: E402
-from runlog import with_new_names  # noqa: E402
 from shards import read_manifest  # noqa: E402
 
 from train_gpt2 import GPT, Hyperparameters, UserError, product_dtype  # noqa: E402
 
 
-def parser_for(tool, description):
+def parser_for(description):
     """Return an argument parser with the options of all tools that use a trained model."""
-    parser = argparse.ArgumentParser(
-        prog=tool,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argument_parser(description)
     where = "a file of weights or a run's folder (default: the newest weights in logs)"
     parser.add_argument("--weights", default="", help=where)
     parser.add_argument("--encoding", default="", help="default: that of the training data")
     return parser
-
-
-def command(main):
-    """Run a tool's main on the command line; a mistake is one sentence and exit status 1."""
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def find(path):
@@ -68,17 +52,17 @@ def of_most_steps(folder):
 
     model.pt is preferred to a checkpoint after the same step, and best.pt is the last resort.
     """
-    checkpoints = sorted(folder.glob("state_step*[0-9].pt"))  # the numbers are padded with zeros
-    final = folder / "model.pt"
+    steps = {}  # of each file
+    final, best = folder / "model.pt", folder / "best.pt"
     if final.is_file():
-        steps = settings_of(read(final), final).num_iterations
-        checkpoints = [p for p in checkpoints if int(p.stem.removeprefix("state_step")) > steps]
-        return checkpoints[-1] if checkpoints else final
-    if checkpoints:
-        return checkpoints[-1]
-    if (folder / "best.pt").is_file():
-        return folder / "best.pt"
-    raise UserError(f"{folder} holds no weights: give a run's folder or a file")
+        steps[final] = settings_of(read(final), final).num_iterations
+    for path in folder.glob("state_step*[0-9].pt"):
+        steps[path] = int(path.stem.removeprefix("state_step"))
+    if best.is_file():
+        steps[best] = -1
+    if not steps:
+        raise UserError(f"{folder} holds no weights: give a run's folder or a file")
+    return max(steps, key=steps.get)  # the first of several
 
 
 def read(path):
