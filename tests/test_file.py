@@ -7,7 +7,6 @@ from dataclasses import fields
 
 import pytest
 from conftest import ROOT
-from readme_map import readme_is_true
 
 import train_gpt2
 
@@ -51,10 +50,6 @@ def test_every_setting_is_explained_in_the_help(capsys):
         text = field.metadata["help"]
         default = str(field.default) or "''"
         assert len(text) > 3 and f" --{field.name} {default} {text} " in f"{words} ", field.name
-
-
-def test_the_map_in_the_readme_is_that_of_the_file():
-    assert readme_is_true(), "run python records/tools/readme_map.py"
 
 
 def test_the_readmes_example_of_muon_runs():
