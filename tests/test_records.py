@@ -210,7 +210,7 @@ def test_a_resumed_log_has_one_source_and_one_set_of_settings(tmp_path):
     said += "logs/a/s.pt was trained with products:torch.bfloat16, and goes on with torch.float32\n"
     path.write_text(said + cut + again)  # what a resume says of checkpoints, before its header
     assert runlog.read(path).sources == run.sources
-    for before, after in ("a script", "another"), ("n_layer=2", "n_layer=3"):
+    for before, after in ("a script", "another"), ("n_layer=2", "n_layer=3"), ("seed=1", "seed=2"):
         path.write_text(cut + again.replace(before, after))
         with pytest.raises(ValueError, match="if resumed, the same source and settings again"):
             runlog.read(path)

@@ -46,16 +46,12 @@ def windows(tokens, T, stride):
 
     Every token but the first is a target once. The other targets are -1.
     """
-    counted = 0  # predictions that earlier windows made
-    for first in itertools.count(0, stride):
-        inputs = tokens[first : first + T]
+    for first in range(0, max(0, len(tokens) - 1 - T) + stride, stride):
         targets = tokens[first + 1 : first + T + 1].to(torch.int64, copy=True)
-        inputs = inputs[: len(targets)].long()
-        targets[: max(0, counted - first)] = -1
+        inputs = tokens[first : first + len(targets)].long()
+        if first > 0:
+            targets[: T - stride] = -1  # counted in the window before
         yield inputs, targets
-        counted = first + len(targets)
-        if counted == len(tokens) - 1:
-            return
 
 
 @torch.no_grad()
