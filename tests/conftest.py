@@ -78,6 +78,70 @@ def tiny(tmp_path):
     }
 
 
+# ---- Weights ------------------------------------------------------------------------------------
+DOCUMENT = "for i in range(10):\n    print(i)\n" * 10
+PIECES = dict(max_ngram=3, ngram_rows=997, key_shift=1, logit_softcap=15.0)
+
+
+def train_on_bytes(folder, **pieces):
+    """Train on the bytes of copies of DOCUMENT; return the run's folder."""
+    tokens = [256, *DOCUMENT.encode()] * 20
+    write_shard(folder / "train_0.bin", tokens)
+    write_shard(folder / "val_0.bin", tokens[:200])
+    write_shard(folder / "val_1.bin", tokens[200:1000])
+    args = train_gpt2.Hyperparameters(
+        vocab_size=257, n_layer=2, n_head=2, n_embd=32, batch_size=8, device_batch_size=4,
+        sequence_length=32, num_iterations=60, warmdown_iters=30, learning_rate=0.02,
+        muon_learning_rate=0.005, val_loss_every=30, val_tokens=13 * 32, save_every=20,
+        keep_checkpoints=9, dtype="float32", device="cpu", compile=False, allow_repeat=True,
+        train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin",
+        log_dir=f"{folder}/logs", run_id="w", **pieces,
+    )  # fmt: skip
+    train_gpt2.main(args)
+    return folder / "logs" / "w"
+
+
+@pytest.fixture(scope="session")
+def plain_run(tmp_path_factory):
+    """Folder of a run on bytes, with checkpoints after every 20 of its 60 steps."""
+    return train_on_bytes(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="session")
+def pieces_run(tmp_path_factory):
+    """As plain_run, with n-grams, a key shift and a soft-cap."""
+    return train_on_bytes(tmp_path_factory.mktemp("pieces"), **PIECES)
+
+
+@pytest.fixture(params=["plain_run", "pieces_run"])
+def trained_run(request):
+    return request.getfixturevalue(request.param)
+
+
+def small_state(**settings):
+    """Return what a file of weights holds, of a small model that was not trained."""
+    shape = dict(vocab_size=257, n_layer=1, n_head=1, n_embd=4, sequence_length=16)
+    args = train_gpt2.Hyperparameters(**shape | settings)
+    model = train_gpt2.GPT(args).state_dict()
+    return dict(hyperparameters=vars(args), val_loss=1.0, model=model)
+
+
+def write_weights(path, state):
+    """Write a file of weights as a run does; return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = train_gpt2.Log(train_gpt2.Hyperparameters(), "x", rank=1)  # which writes nothing
+    assert train_gpt2.write_checkpoint(state, path, log)
+    return path
+
+
+@pytest.fixture
+def gpt2_vocabulary(monkeypatch):
+    """GPT-2's vocabulary, read from a folder beside this clone."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("GPT-2's vocabulary is not beside this clone")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--cuda_tests_on", default="cuda", choices=("cuda", "cpu"),

@@ -1,6 +1,5 @@
 """Exports: transformers computes what train_gpt2.py does, with the tokens of its encoding."""
 
-import ast
 import copy
 import os
 import re
@@ -8,24 +7,22 @@ import subprocess
 import sys
 
 import export
-import modeling_gpt2_speedrun
 import pytest
 import sample
 import tiktoken
 import torch
 import transformers
 import weights
-from conftest import ROOT, SHARED_DATA, write_shard
+from conftest import PIECES, ROOT, small_state, write_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 
-from train_gpt2 import GPT, Hyperparameters, Log, main, write_checkpoint
+import train_gpt2
+from train_gpt2 import Hyperparameters
 
-TEXT = "for i in range(10):\n    print(i)\n" * 200
 T = 32  # sequence_length
-PIECES = dict(max_ngram=3, ngram_rows=997, key_shift=1, logit_softcap=15.0)
 many = settings(deadline=None, max_examples=200)
 
 
@@ -39,79 +36,38 @@ def no_traces(tmp_path_factory):
         yield
 
 
-def train(folder, **pieces):
-    """Train on bytes. Return (the run's folder, an export of it, GPT, the model as users load it).
-
-    The run's folder holds model.pt and state_step0000000040.pt.
-    """
-    tokens = [256, *TEXT.encode()]
-    write_shard(folder / "train_0.bin", tokens)
-    write_shard(folder / "val_0.bin", tokens[:1000])
-    main(
-        Hyperparameters(
-            vocab_size=257, n_layer=2, n_head=2, n_embd=32, batch_size=8, sequence_length=T,
-            num_iterations=60, warmdown_iters=30, learning_rate=0.02, muon_learning_rate=0.005,
-            val_loss_every=30, val_tokens=320, save_every=40, keep_checkpoints=9, device="cpu",
-            compile=False, allow_repeat=True, train_files=f"{folder}/train_*.bin",
-            val_files=f"{folder}/val_*.bin", log_dir=f"{folder}/logs", run_id="w", **pieces,
-        )
-    )  # fmt: skip
-    run, out = folder / "logs" / "w", folder / "exported"
-    export.export(run / "model.pt", out)
-    gpt = weights.load(run / "model.pt", dtype=torch.float32)[0].requires_grad_(False)
-    return run, out, gpt, load_model(out)
+def exported(path, out):
+    """Export weights; return (the new folder, their GPT, the model as users load it)."""
+    export.export(path, out)
+    gpt = weights.load(path, dtype=torch.float32)[0].requires_grad_(False)
+    return out, gpt, load_model(out)
 
 
 def load_model(folder):
-    """Load an export as its users do."""
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     return model.requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("plain"))
+def plain(plain_run, tmp_path_factory):
+    return exported(plain_run / "model.pt", tmp_path_factory.mktemp("plain") / "exported")
 
 
 @pytest.fixture(scope="module")
-def pieces(tmp_path_factory):
-    """As plain, with n-grams, a key shift and a soft-cap."""
-    return train(tmp_path_factory.mktemp("pieces"), **PIECES)
+def pieces(pieces_run, tmp_path_factory):
+    return exported(pieces_run / "model.pt", tmp_path_factory.mktemp("pieces") / "exported")
 
 
 @pytest.fixture(params=["plain", "pieces"])
 def pair(request):
     """Each of the two exports, loaded, and its GPT."""
-    _, _, gpt, model = request.getfixturevalue(request.param)
+    _, gpt, model = request.getfixturevalue(request.param)
     return model, gpt
 
 
 @pytest.fixture(scope="module")
 def tokenizer(plain):
-    return AutoTokenizer.from_pretrained(plain[1], trust_remote_code=True)
-
-
-@pytest.fixture(scope="module")
-def gpt2_folder(tmp_path_factory):
-    """The export of a model of GPT-2's tokens, which prefers ids that no text has."""
-    if not SHARED_DATA.is_dir():
-        pytest.skip("GPT-2's vocabulary is not beside this clone")
-    folder = tmp_path_factory.mktemp("gpt2")
-    gpt = GPT(Hyperparameters(n_layer=1, n_head=1, n_embd=4))
-    with torch.no_grad():
-        gpt.lm_head.weight[50257:] *= 100
-    save(folder / "model.pt", gpt, n_layer=1, n_head=1, n_embd=4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
-        export.export(folder / "model.pt", folder / "exported")
-        yield folder / "exported"
-
-
-def save(path, gpt, **fields):
-    """Write weights as a run does."""
-    state = dict(hyperparameters=vars(Hyperparameters(**fields)), model=gpt.state_dict())
-    log = Log(Hyperparameters(), "x", rank=1)  # which writes nothing
-    assert write_checkpoint(state, path, log)
+    return AutoTokenizer.from_pretrained(plain[0], trust_remote_code=True)
 
 
 def tokens_of(*shape):
@@ -145,7 +101,7 @@ def test_labels_give_gpts_loss(pair):
 
 @pytest.mark.parametrize("sizes", [[1] * T, [5, 1, 20, 6]])
 def test_the_cache_changes_nothing(sizes, plain):
-    *_, gpt, model = plain
+    _, gpt, model = plain
     inputs, cache, parts = tokens_of(2, T), None, []
     for part in inputs.split(sizes, dim=1):
         output = model(part, past_key_values=cache, use_cache=True)
@@ -167,8 +123,7 @@ def test_padding_changes_nothing(left, pair):
         masks.append(torch.nn.functional.pad(mask, ends))
     masks.append(torch.zeros(1, T))
     logits = model(torch.cat([*rows, rows[0]]), attention_mask=torch.cat(masks)).logits
-    visible = modeling_gpt2_speedrun.visible_keys(torch.cat(masks), T, T, "cpu")
-    assert logits.isfinite().all() and visible.any(-1).all()
+    assert logits.isfinite().all()
     for count, row, mask in zip(padding, logits, masks):
         assert close(row[mask[0] > 0], gpt(tokens[:, count % 9 :])[0])
 
@@ -223,7 +178,7 @@ def test_beams_are_the_same_with_and_without_padding_and_cache(pair, tokenizer):
 
 
 def test_what_the_model_cannot_do_is_refused(plain, pieces):
-    tokens, model, with_pieces = tokens_of(1, 5), plain[3], pieces[3]
+    tokens, model, with_pieces = tokens_of(1, 5), plain[2], pieces[2]
     with pytest.raises(ValueError, match="33 tokens are more than sequence_length=32"):
         model(tokens_of(1, T + 1))
     with pytest.raises(ValueError, match="33 tokens are more"):
@@ -241,15 +196,12 @@ def test_what_the_model_cannot_do_is_refused(plain, pieces):
 @pytest.mark.parametrize("max_ngram, key_shift", [(1, 0), (2, 0), (0, 1), (6, 3)])
 def test_pieces_of_any_size_at_any_length(max_ngram, key_shift, tmp_path):
     """Also of sequences that are shorter than an n-gram or the shift, with and without padding."""
-    shape = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=8, sequence_length=9, ngram_rows=61)
-    shape.update(max_ngram=max_ngram, key_shift=key_shift)
-    gpt = GPT(Hyperparameters(**shape))
-    for p in gpt.parameters():
+    shape = dict(n_layer=2, n_head=2, n_embd=8, sequence_length=9, ngram_rows=61)
+    state = small_state(**shape, max_ngram=max_ngram, key_shift=key_shift)
+    for p in state["model"].values():
         torch.nn.init.normal_(p, std=0.5, generator=torch.Generator().manual_seed(p.numel()))
-    save(tmp_path / "model.pt", gpt, **shape)
-    export.export(tmp_path / "model.pt", tmp_path / "out")
-    model = load_model(tmp_path / "out")
-    assert (model.ngrams is None) == (max_ngram < 2)
+    path = write_weights(tmp_path / "model.pt", state)
+    _, gpt, model = exported(path, tmp_path / "out")
     for length in range(1, 10):
         tokens = tokens_of(3, length)
         expected = gpt(tokens)
@@ -261,11 +213,8 @@ def test_pieces_of_any_size_at_any_length(max_ngram, key_shift, tmp_path):
         assert torch.allclose(logits, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["plain", "pieces"])
-def test_it_can_be_trained_and_saved_again(name, request, tmp_path):
-    _, folder, *_ = request.getfixturevalue(name)
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).train()
-    tokens = tokens_of(2, T)
+def test_it_can_be_trained_and_saved_again(pair, tmp_path):
+    model, tokens = copy.deepcopy(pair[0]).requires_grad_(True).train(), tokens_of(2, T)
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
@@ -278,7 +227,7 @@ def test_it_can_be_trained_and_saved_again(name, request, tmp_path):
 # ---- The files ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["plain", "pieces"])
 def test_the_weights_are_there_once_and_in_float32(name, request):
-    _, folder, gpt, model = request.getfixturevalue(name)
+    folder, gpt, model = request.getfixturevalue(name)
     tensors, expected = load_file(folder / "model.safetensors"), gpt.state_dict()
     assert tensors.keys() == expected.keys() - {"lm_head.weight"}
     for key, tensor in tensors.items():
@@ -287,52 +236,38 @@ def test_the_weights_are_there_once_and_in_float32(name, request):
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     config = model.config
     assert all(getattr(config, key) == PIECES[key] for key in PIECES) == (name == "pieces")
-    assert (config.n_layer, config.n_head, config.n_embd, config.vocab_size) == (2, 2, 32, 257)
     assert config.max_position_embeddings == T and config.hidden_size == 32
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (256, 256, 256)
 
 
 def test_the_code_of_the_export_needs_torch_and_transformers_alone(plain):
-    defaults = modeling_gpt2_speedrun.GPT2SpeedrunConfig()
-    for name in export.CONFIG:
-        assert getattr(defaults, name) == getattr(Hyperparameters(), name)
-    tree = ast.parse((plain[1] / "modeling_gpt2_speedrun.py").read_text())
-    nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
-    names = {getattr(node, "module", None) or node.names[0].name for node in nodes}
-    assert {name.split(".")[0] for name in names} == {"torch", "transformers"}
+    code = (plain[0] / "modeling_gpt2_speedrun.py").read_text()
+    names = re.findall(r"^(?:from|import) (\w+)", code, flags=re.M)
+    assert {*names} == {"torch", "transformers"}
 
 
-@pytest.mark.parametrize("edit", ["MLP.forward", "NgramTable.forward", "Attention.shift"])
-def test_an_edited_model_is_not_exported_as_what_it_was(edit, pieces, tmp_path, monkeypatch):
-    changes = {
-        "MLP.forward": lambda self, x: self.c_proj(torch.nn.functional.gelu(self.c_fc(x))),
-        "NgramTable.forward": lambda *_: 0.0,
-        "Attention.shift": lambda self, k, real: k,
-    }
-    owner, _, method = edit.partition(".")
-    monkeypatch.setattr(getattr(modeling_gpt2_speedrun, owner), method, changes[edit])
+@pytest.mark.parametrize(
+    "edited, forward",
+    [
+        (train_gpt2.MLP, lambda self, x: self.c_proj(torch.nn.functional.gelu(self.c_fc(x)))),
+        (train_gpt2.MLP, lambda self, x: x * torch.nan),
+        (train_gpt2.NgramTable, lambda *_: 0.0),
+    ],
+)
+def test_an_edited_model_is_not_exported(edited, forward, pieces_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(edited, "forward", forward)
     with pytest.raises(ValueError, match=r"differ from those of train_gpt2\.py's GPT by"):
-        export.export(pieces[0] / "model.pt", tmp_path / "out")
+        export.export(pieces_run / "model.pt", tmp_path / "out")
     assert os.listdir(tmp_path) == []
 
 
-def test_weights_that_are_not_finite_are_not_exported(tmp_path):
-    args = dict(vocab_size=257, n_layer=1, n_head=1, n_embd=4)
-    gpt = GPT(Hyperparameters(**args))
-    with torch.no_grad():
-        gpt.lm_head.weight[3] = torch.nan
-    save(tmp_path / "model.pt", gpt, **args)
-    with pytest.raises(ValueError, match=r"logits differ .* by nan"):
-        export.export(tmp_path / "model.pt", tmp_path / "out")
-    assert os.listdir(tmp_path) == ["model.pt"]
-
-
 def test_the_card_says_how_the_model_was_trained_and_its_example_runs(
-    plain, tmp_path, monkeypatch, capsys
+    plain, plain_run, tmp_path, monkeypatch, capsys
 ):
-    run, folder, _, _ = plain
+    folder = plain[0]
     card = (folder / "README.md").read_text()
-    loss = re.search(r"^result val_loss:(\S+)", run.with_suffix(".txt").read_text(), re.M)[1]
+    log = plain_run.with_suffix(".txt").read_text()
+    loss = re.search(r"^result val_loss:(\S+)", log, re.M)[1]
     for part in "32,800 parameters", "60 of 60 planned steps, 15,360 tokens", f"loss: {loss} nats":
         assert part in card
     assert '"num_iterations": 60' in card and "log_dir" not in card
@@ -340,7 +275,7 @@ def test_the_card_says_how_the_model_was_trained_and_its_example_runs(
     monkeypatch.chdir(folder.parent)
     exec(code, {})
     assert capsys.readouterr().out.startswith("The")
-    export.export(run / "state_step0000000040.pt", tmp_path / "out")
+    export.export(plain_run / "state_step0000000040.pt", tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "40 of 60 planned steps, 10,240 tokens" in card and "loss: unknown" in card
 
@@ -366,9 +301,13 @@ def test_end_of_text_is_one_token_that_the_encoding_knows(tokenizer):
     assert export.tokenizer_of(encoding, T)("abc<|endoftext|>")["input_ids"] == [257, 99, 256]
 
 
-def test_ids_of_gpt2_are_tiktokens(gpt2_folder):
-    """On any text, on text of what its pattern tells apart, on real text; and with its ends."""
-    tokenizer = AutoTokenizer.from_pretrained(gpt2_folder, trust_remote_code=True)
+def test_gpt2s_tokens(gpt2_vocabulary, tmp_path):
+    """Ids are tiktoken's, on any text and on real text; those that no text has are not written."""
+    state = small_state(vocab_size=50304)
+    state["model"]["lm_head.weight"][50257:] *= 100
+    path = write_weights(tmp_path / "model.pt", state)
+    folder, _, model = exported(path, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     encoding = weights.encoding_of(Hyperparameters())
 
     def same(text):
@@ -382,10 +321,6 @@ def test_ids_of_gpt2_are_tiktokens(gpt2_folder):
     for path in ROOT / "README.md", ROOT / "train_gpt2.py":
         same(path.read_text())
     assert tokenizer("a<|endoftext|>")["input_ids"] == [64, 50256] and len(tokenizer) == 50257
-
-
-def test_ids_that_no_text_has_are_not_generated(gpt2_folder):
-    model = load_model(gpt2_folder)
     inputs = tokens_of(4, 8)
     assert model(inputs).logits[:, -1].argmax(-1).max() > 50256
     ids = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=5)
@@ -404,27 +339,24 @@ def test_ids_that_no_text_has_are_not_generated(gpt2_folder):
     ],
 )
 def test_mistakes_are_one_sentence_and_write_nothing(
-    arguments, sentence, plain, tmp_path, monkeypatch
+    arguments, sentence, plain_run, gpt2_vocabulary, tmp_path, monkeypatch
 ):
-    if "--encoding=gpt2" in arguments and not SHARED_DATA.is_dir():
-        pytest.skip("GPT-2's vocabulary is not beside this clone")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "n.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=sentence) as refused:
-        export.main([argument.replace("RUN", str(plain[0])) for argument in arguments])
+        export.main([argument.replace("RUN", str(plain_run)) for argument in arguments])
     assert "\n" not in str(refused.value) and sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_command_line(plain, tmp_path):
+def test_the_command_line(plain, plain_run, tmp_path):
     """The export is the same, and a missing package is named with the command that installs it."""
     script = ROOT / "records" / "tools" / "export.py"
-    command = [sys.executable, script, "--weights", plain[0], "--out=out"]
+    command = [sys.executable, script, "--weights", plain_run, "--out=out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
-    for path in plain[1].iterdir():
+    for path in plain[0].iterdir():
         other = (tmp_path / "out" / path.name).read_bytes()
         assert other.replace(b"# out", b"# exported").replace(b'"out"', b'"exported"') == (
             path.read_bytes()
