@@ -80,7 +80,7 @@ def tiny(tmp_path):
 
 # ---- Weights ------------------------------------------------------------------------------------
 DOCUMENT = "for i in range(10):\n    print(i)\n" * 10
-PIECES = dict(max_ngram=3, ngram_rows=997, key_shift=1, logit_softcap=15.0)
+PIECES = dict(max_ngram=4, ngram_rows=997, key_shift=2, logit_softcap=15.0)
 
 
 def train_on_bytes(folder, **pieces):

@@ -5,40 +5,32 @@ import re
 import signal
 import sys
 
+import ab
 import pytest
 import runlog
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, STEP, bits, both_dtypes, run_forked, validations
+from conftest import KILL, ROOT, SCRIPT, STEP, bits, both_dtypes, run_forked, validations
+
+import train_gpt2
 
 PAGE = (ROOT / "records" / "README.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 IDEAS = ["softcap", "value embeddings", "window", "optimizer"]
-KILL = STEP + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
 
 
 def edited(folder, idea):
-    """Return the path of train_gpt2.py with an idea's diff applied, in a folder of its own.
-
-    The hunks carry no line numbers, so each is found by its context, which must be unique.
-    """
-    text = (ROOT / "train_gpt2.py").read_text()
-    for hunk in DIFFS[IDEAS.index(idea)].split("\n@@\n")[1:]:
-        lines = hunk.splitlines()
-        old = "\n".join(line[1:] for line in lines if line[:1] != "+")
-        new = "\n".join(line[1:] for line in lines if line[:1] != "-")
-        assert text.count(old) == 1, f"{idea}: records/README.md's diff no longer applies:\n{old}"
-        text = text.replace(old, new)
-    path = folder / idea.replace(" ", "_") / "train_gpt2.py"
-    path.parent.mkdir()
-    path.write_text(text)
-    return path
+    """Return the path of a copy of train_gpt2.py with an idea's diff applied."""
+    diff = folder / "idea.diff"
+    diff.write_text(DIFFS[IDEAS.index(idea)])
+    return ab.patched(SCRIPT, diff, folder)
 
 
-def load(path, name):
-    spec = importlib.util.spec_from_file_location(name, path)
+def load(path):
+    """Import a script under the name of its folder."""
+    spec = importlib.util.spec_from_file_location(path.parent.name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -54,9 +46,7 @@ def test_an_idea_trains_and_goes_on_to_the_bit(idea, tiny, tmp_path):
         assert rows[-1][1] < rows[0][1] - 0.2
     one, two = (validations(done.stdout) for done in runs)
     assert [row[1] for row in one] == pytest.approx([row[1] for row in two], abs=0.02)
-    text = script.read_text()
-    assert text.count(STEP) == 1
-    script.write_text(text.replace(STEP, KILL))
+    script.write_text(script.read_text().replace(STEP, KILL))
     fields |= {"run_id": "part", "resume": "auto"}
     assert run_forked(fields, 2, script).returncode == -signal.SIGKILL
     done = run_forked(fields, 2, script)
@@ -70,7 +60,7 @@ def test_an_idea_trains_and_goes_on_to_the_bit(idea, tiny, tmp_path):
 @pytest.mark.parametrize("idea", IDEAS)
 def test_an_ideas_gradient_is_that_of_its_logits(idea, dtype, tmp_path):
     """What training minimizes is the loss of what inference predicts, and its own derivative."""
-    module = load(edited(tmp_path, idea), f"edited_{idea.replace(' ', '_')}")
+    module = load(edited(tmp_path, idea))
     args = module.Hyperparameters(
         vocab_size=64, n_layer=2, n_head=2, n_embd=16, batch_size=2, sequence_length=128
     )
@@ -95,19 +85,19 @@ def test_an_ideas_gradient_is_that_of_its_logits(idea, dtype, tmp_path):
 
 
 def test_value_embeddings_have_their_own_rate_and_are_no_flops(tmp_path):
-    module = load(edited(tmp_path, "value embeddings"), "edited_values")
+    module = load(edited(tmp_path, "value embeddings"))
     args = module.Hyperparameters(vocab_size=64, n_layer=1, n_head=1, n_embd=8)
     gpt = module.GPT(args)
     adamw, _ = module.build_optimizers(gpt, args, 0, 1)
     rates = {p: group["lr"] for group in adamw.param_groups for p in group["params"]}
     assert rates[gpt.value_embed.weight] == 2 * args.learning_rate
     assert rates[gpt.lm_head.weight] == args.learning_rate
-    plain = load(ROOT / "train_gpt2.py", "not_edited").GPT(args)
+    plain = train_gpt2.GPT(args)
     assert runlog.flops_per_token(gpt, args) == runlog.flops_per_token(plain, args)
 
 
 def test_a_window_sees_64_tokens_back(tmp_path):
-    module = load(edited(tmp_path, "window"), "edited_window")
+    module = load(edited(tmp_path, "window"))
     args = module.Hyperparameters(vocab_size=64, n_layer=1, n_head=1, n_embd=8, sequence_length=128)
     gpt = module.GPT(args)
     torch.nn.init.normal_(gpt.h[0].attn.c_proj.weight)

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import report
 import runlog
 import torch
-from conftest import ROOT, TINY, StopAfter, both_dtypes
+from conftest import ROOT, TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
@@ -31,10 +30,6 @@ HEADER = {
     "learning_rate": 0.01,
     "n_layer": 2,
     "n_embd": 16,
-    "train_files": "data/train_*.bin",
-    "run_id": "x",
-    "log_dir": "logs",
-    "dtype": "auto",
 }
 FACTS = {
     "val_hash": "aa",
@@ -46,8 +41,6 @@ FACTS = {
     "torch": "2.13.0",
     "ms": 7,
     "memory": 500,
-    "compile": 3.5,
-    "commit": "abcdef0123456",
 }
 
 
@@ -55,28 +48,26 @@ def write_log(path, loss=1.25, source="print('a script')", **changes):
     """Write a log as train_gpt2.py does, without training: 40 steps, validated every 20.
 
     stopped_at: the last step. every: steps between validations. first: the first step, of a log
-    that begins in a resume. curve: what tells the training losses from those of other logs.
+    that begins in a resume.
     """
     facts = FACTS | {name: changes.pop(name) for name in FACTS.keys() & changes.keys()}
     facts = SimpleNamespace(**facts)
-    stopped_at, curve = changes.pop("stopped_at", None), changes.pop("curve", None)
+    stopped_at = changes.pop("stopped_at", None)
     every, first = changes.pop("every", 20), changes.pop("first", 0)
     values = HEADER | changes
     last = values["num_iterations"]
     lines = [source]
     lines += [f"hyperparameter {name}={value!r}" for name, value in values.items()]
     lines += [
-        f"torch:{facts.torch} commit:{facts.commit}",
+        f"torch:{facts.torch} commit:abcdef0123456",
         f"device:{facts.device} processes:{facts.processes} threads:2 products:{facts.products}",
         f"train_tokens:{facts.train_tokens} val_hash:{facts.val_hash} micro_batch:4",
-        "AdamW parameters:1024",
-        "Muon parameters:6144",
     ]
     stopped_at = last if stopped_at is None else stopped_at
     for step in range(first, stopped_at + 1):
         ms = facts.ms * step
         tail = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        train_loss = 5 - step / 20 + (curve or values["seed"]) / 1e3
+        train_loss = 5 - step / 20 + values["seed"] / 1e3
         if step:
             lines.append(f"step:{step}/{last} train_loss:{train_loss:.4f} {tail}")
         if step % every == 0:
@@ -84,7 +75,7 @@ def write_log(path, loss=1.25, source="print('a script')", **changes):
             lines.append(f"step:{step}/{last} val_loss:{value:.4f} {tail} data_hash:{facts.hash}")
     if stopped_at == last:
         lines += [
-            f"compile:{facts.compile}s train:0.3s checkpoint:0.0s validation:0.1s",
+            "compile:3.5s train:0.3s checkpoint:0.0s validation:0.1s",
             f"tokens/s:4571 peak_memory:{facts.memory}MiB graphs:2",
             f"result val_loss:{loss:.4f} target:1.5",
         ]
@@ -108,9 +99,8 @@ def resumed_log(path, before, **changes):
 
 
 # ---- One log ------------------------------------------------------------------------------------
-@both_dtypes
-def test_log_written_by_training_is_read(dtype, tiny):
-    own = {**tiny, "run_id": "mine_seed7", "seed": 7, "dtype": dtype}
+def test_log_written_by_training_is_read(tiny):
+    own = {**tiny, "run_id": "mine_seed7", "seed": 7, "dtype": "bfloat16"}
     loss = main(Hyperparameters(**own))
     run = runlog.read(f"{tiny['log_dir']}/mine_seed7.txt")
     assert run.val_loss == pytest.approx(loss, abs=5e-5) and run.finished
@@ -120,28 +110,10 @@ def test_log_written_by_training_is_read(dtype, tiny):
     assert [step for step, _, _ in run.points["train"]] == [1, 2, 3, 4, 5, 6]
     assert run.tokens == 6 * TINY["batch_size"] * 16 and run.data_hash == run.hashes[run.tokens]
     assert (len(run.data_hash), len(run.facts["val_hash"]), run.planned) == (12, 16, (6,))
-    assert run.facts["torch"] == torch.__version__ and run.facts["products"] == f"torch.{dtype}"
+    assert run.facts["torch"] == torch.__version__ and run.facts["products"] == "torch.bfloat16"
     assert (run.facts["processes"], run.facts["train_tokens"]) == ("1", "3000")
     assert run.number("threads") == torch.get_num_threads() and run.number("peak_memory") > 50
     assert run.number("compile") >= 0 and run.number("train") > 0
-
-
-def test_every_cell_of_a_log(tmp_path):
-    run = runlog.read(write_log(tmp_path / "a_seed3.txt", seed=3))
-    assert {name: text(run) for name, text in report.COLUMNS.items()} == {
-        "seed": "3",
-        "steps": "40",
-        "val loss": "1.2500",
-        "train time": "0 s",
-        "ms/step": "7.0",
-        "peak memory": "500 MiB",
-        "compile": "3.5 s",
-        "torch": "2.13.0",
-        "device": "CPU one",
-        "processes": "1",
-        "commit": "abcdef012",
-        "val hash": "aa",
-    }
 
 
 def test_a_log_of_an_old_script_is_read():
@@ -152,13 +124,6 @@ def test_a_log_of_an_old_script_is_read():
     expected |= {"torch": "2.13.0+cpu", "val_hash": "adf5bff0f226dee9", "compile": "7.2s"}
     assert run.facts.items() >= expected.items() and run.facts["commit"].startswith("45717b416")
     assert list(run.sources)[::3] == ["train_gpt2.py", "records/describe.py"]
-
-
-def test_logs_of_the_records_are_all_read():
-    runs = runlog.logs_in(ROOT / "records")
-    assert len(runs) >= 260 and all(run.finished for run in runs)
-    assert {len(run.facts["val_hash"]) for run in runs} == {16}
-    assert all(run.facts["processes"] and run.facts["device"] for run in runs)
 
 
 def test_flops_per_token_leave_out_tables_that_are_only_looked_up():
@@ -183,21 +148,6 @@ def test_fault_10_an_abandoned_branch_is_no_part_of_the_run(tmp_path):
     assert (run.data_hash, len(run.hashes), run.val_loss) == ("3" * 12, 4, 2.5)
 
 
-def test_fault_10_a_resumed_run_of_the_script_is_read(tiny):
-    own = {**tiny, "run_id": "a", "save_every": 2, "keep_checkpoints": 9, "val_loss_every": 1}
-    main(Hyperparameters(**own))
-    path = Path(tiny["log_dir"], "a.txt")
-    whole = runlog.read(path).points
-    path.write_text(path.read_text().partition("\nresult ")[0] + "\n")
-    checkpoint = f"{tiny['log_dir']}/a/state_step{2:010d}.pt"
-    main(Hyperparameters(**own, resume=checkpoint), StopAfter(1))
-    run = runlog.read(path)
-    assert run.reached == 3 and run.fault == "unfinished"
-    for kind in "val", "train":
-        expected = [point[:2] for point in whole[kind] if point[0] <= 3]
-        assert [point[:2] for point in run.points[kind]] == expected
-
-
 def test_a_resumed_log_has_one_source_and_one_set_of_settings(tmp_path):
     path = write_log(tmp_path / "a.txt", stopped_at=29)
     cut = path.read_text()
@@ -218,16 +168,9 @@ def test_a_resumed_log_has_one_source_and_one_set_of_settings(tmp_path):
 
 def test_fault_14_legal_changes_in_a_resume_are_read(tmp_path):
     assert set(CHANGEABLE_ON_RESUME) == runlog.RESUMABLE
-    path = tmp_path / "a.txt"
-    for name in runlog.RESUMABLE:
-        starts = []
-        for value, steps in (0, {"stopped_at": 25}), (1, {"first": 21}):
-            text = re.sub(f"hyperparameter {name}=.*\n", "", write_log(path, **steps).read_text())
-            line = f"hyperparameter {name}={value}\nhyperparameter seed="
-            starts.append(text.replace("hyperparameter seed=", line))
-        path.write_text("".join(starts))
-        run = runlog.read(path)
-        assert run.finished and run.settings[name] == 1
+    path = write_log(tmp_path / "a.txt", stopped_at=25)
+    run = resumed_log(path, 20, target_val_loss=1.4)
+    assert run.finished and run.settings["target_val_loss"] == 1.4
 
 
 def test_settings_that_have_other_names_today_are_read_by_these(tmp_path):
@@ -239,12 +182,16 @@ def test_settings_that_have_other_names_today_are_read_by_these(tmp_path):
 
 
 # ---- Damaged logs -------------------------------------------------------------------------------
-@pytest.mark.parametrize("literal", ["-" * 10**5 + "1", "1" + "+1" * 10**5, "1e999", "9" * 5000])
+@pytest.mark.parametrize(
+    "literal", ["", "-" * 10**5 + "1", "1" + "+1" * 10**5, "1e999", "9" * 5000]
+)
 def test_fault_14_a_literal_that_python_cannot_read_is_one_sentence(literal, tmp_path):
-    path = write_log(tmp_path / "a.txt")
+    """Also among other logs: a run that is left out unseen would bias what is said."""
+    write_group(tmp_path, "a", [1.2, 1.3])
+    path = tmp_path / "a_seed2.txt"
     path.write_text(re.sub(r"(hyperparameter batch_size)=.*", rf"\1={literal}", path.read_text()))
-    with pytest.raises(ValueError, match=r"^[^\n]*a.txt is no log of a training run[^\n]*$"):
-        runlog.read(path)
+    with pytest.raises(ValueError, match=r"^[^\n]*a_seed2.txt is no log of a training run[^\n]*$"):
+        report.main([str(tmp_path)])
 
 
 @pytest.mark.parametrize("before", ["device:CPU one ", "tokens/s:4571 ", "torch:2.13.0 "])
@@ -334,14 +281,6 @@ def test_fault_3_no_failed_run_is_left_out_unseen(write, changes, step, tmp_path
     assert "| a | 3 | 40 | n/a | n/a |" in shown and f"a_seed3.txt (step {step}" in shown
 
 
-def test_a_damaged_log_in_a_folder_is_named(tmp_path):
-    write_group(tmp_path, "a", [1.2, 1.3])
-    path = tmp_path / "a_seed2.txt"
-    path.write_text(path.read_text().replace("batch_size=4", "batch_size="))
-    with pytest.raises(ValueError, match=r"a_seed2.txt is no log of a training run"):
-        report.main([str(tmp_path)])
-
-
 @pytest.mark.parametrize(
     "name, other", {"val_hash": "bb", "processes": 2, "products": "torch.bfloat16"}.items()
 )
@@ -380,22 +319,15 @@ def test_fault_11_cells_are_escaped(tmp_path, capsys):
 
 def test_mistakes_are_one_sentence(tmp_path):
     log = write_log(tmp_path / "a.txt")
-    tool = str(ROOT / "records" / "tools" / "report.py")
-    hidden = "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; "
-    hidden += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    for command, said in {
-        (tool, "nothing"): r"report.py: no log at 'nothing': name a log, .*",
-        (
-            "-c",
-            hidden,
-            tool,
-            str(log),
-            "--picture=p.png",
-        ): r"report.py: matplotlib\S* is not inst.*",
-    }.items():
-        run = [sys.executable, *command]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=99, cwd=tmp_path)
-        assert done.returncode == 1 and re.fullmatch(f"{said}\n", done.stderr)
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, ROOT / "records" / "tools" / "report.py", log]
+    for argument, said in ("nothing", "no log at 'nothing'"), ("--picture=p.png", "matplotlib is"):
+        done = subprocess.run(
+            [*command, argument], env=environment, capture_output=True, text=True, timeout=99
+        )
+        assert done.returncode == 1 and done.stderr.startswith(f"report.py: {said}")
+        assert done.stderr.count("\n") == 1
 
 
 # ---- Pictures -----------------------------------------------------------------------------------
@@ -417,28 +349,27 @@ def lines_of(axes, wide):
 def test_a_picture_of_groups(tmp_path, saved):
     losses = {"a": [1.2, 1.3, 1.25], "b": [1.6, 1.7]}
     for name, of_group in losses.items():
-        write_group(tmp_path, name, of_group, num_iterations=90, every=30)
+        write_group(tmp_path, name, of_group, num_iterations=95, every=19)
     assert report.main([str(tmp_path), "--picture", "p.png"]) == 0
     curves, ends = saved[0].axes
     thin, thick = lines_of(curves, wide=False), lines_of(curves, wide=True)
     assert len(thin) == 2 * 5 and len(thick) == 2 * 2
     for name, (train, val) in zip(losses, (thick[:2], thick[2:])):
-        assert val[1] == [960, 1920, 2880] and val[2][-1] == pytest.approx(np.mean(losses[name]))
-        assert len(train[1]) == 30 and (train[1][0], train[1][-1]) == (2 * 32, 89 * 32)
+        assert val[1] == [608, 1216, 1824, 2432, 3040]
+        assert val[2][-1] == pytest.approx(np.mean(losses[name]))
+        # Means over 3 steps each; the last 2 steps are left.
+        assert train[1] == pytest.approx([32 * step for step in (*range(2, 94, 3), 94.5)])
     each = [line[2] for line in thin[:3]]  # training losses of a
+    assert each[0] == pytest.approx([5.001 - tokens / 32 / 20 for tokens in thin[0][1]])
     assert thick[0][2] == pytest.approx(np.mean(each, axis=0))
     low, high = curves.get_ylim()
-    late = [y for _, x, line in thin for x, y in zip(x, line) if x >= 288]
+    late = [y for _, x, line in thin for x, y in zip(x, line) if x >= 304]
     assert low < min(late) and max(late) < high < max(y for line in thin for y in line[2])
     for axes in curves, ends:
         assert [1.5, 1.5] in [list(line.get_ydata()) for line in axes.lines], "no target"
-    assert [text.get_text() for text in curves.get_legend().get_texts()] == [
-        "a: 1.2500 (sd 0.0500), n=3",
-        "b: 1.6500 (sd 0.0707), n=2",
-        "target 1.5",
-    ]
+    legend = [text.get_text() for text in curves.get_legend().get_texts()]
+    assert legend[:2] == ["a: 1.2500 (sd 0.0500), n=3", "b: 1.6500 (sd 0.0707), n=2"]
     assert [line[2] for line in lines_of(ends, wide=True)] == list(losses.values())
-    assert [tick.get_text() for tick in ends.get_xticklabels()] == ["a", "b"]
     write_group(tmp_path, "b", [1.2, 1.3], val_hash="bb")
     with pytest.raises(ValueError, match=r"\(val_hash\) of these runs differ"):
         report.main([str(tmp_path), "--picture", "p.png"])
@@ -446,35 +377,17 @@ def test_a_picture_of_groups(tmp_path, saved):
         report.main([str(tmp_path), "--picture", "p.pdf"])
 
 
-@pytest.mark.parametrize("target", [1.0, 9.0])
-def test_a_far_target_does_not_squeeze_the_curves_and_is_not_drawn(target, tmp_path, saved):
-    logs = write_group(tmp_path, "a", [2.9, 2.95], target_val_loss=target, every=5)
-    assert report.main([*logs, "--picture=p.png"]) == 0
-    low, high = saved[0].axes[0].get_ylim()
-    assert not low < target < high
-    for axes in saved[0].axes:
-        assert [target, target] not in [list(line.get_ydata()) for line in axes.lines]
-
-
-@given(st.data())
-@settings(max_examples=25, deadline=None)
-def test_a_running_log_is_drawn_wherever_it_ends(tmp_path_factory, data):
-    path = tmp_path_factory.mktemp("logs") / "a_seed1.txt"
-    text = write_log(path).read_text()
-    end = data.draw(st.integers(text.index("step:0/"), text.index("result ")))
-    path.write_text(text[:end])  # also in the middle of a line
-    whole = text[: text[:end].rfind("\n") + 1]
-    reached = int(re.findall(r"^step:(\d+)/", "step:0/\n" + whole, flags=re.M)[-1])
-    run, figures = runlog.read(path), []
-    assert report.progress(run) == f"{reached} of 40, unfinished"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-        if not reached:
-            with pytest.raises(ValueError, match="holds no step after step 0 to draw"):
-                report.draw({"a": [run]}, "p.png")
-            return
-        report.draw({"a": [run]}, "p.png")
-    [curves] = figures[0].axes
+@pytest.mark.parametrize("cut, reached", [(0, 0), (1, 0), (2, 1), (20, 19), (40, 39)])
+def test_a_running_log_is_drawn_wherever_it_ends(cut, reached, tmp_path, saved):
+    path = write_log(tmp_path / "a_seed1.txt")
+    text = path.read_text()
+    path.write_text(text[: text.index(f"step:{cut}/") + 30])  # in the middle of a line
+    if not reached:
+        with pytest.raises(ValueError, match="holds no step after step 0 to draw"):
+            report.main([str(path), "--picture=p.png"])
+        return
+    assert report.main([str(path), "--picture=p.png"]) == 0
+    [curves] = saved[0].axes
     assert curves.get_legend().get_texts()[0].get_text() == f"a: {reached} of 40, unfinished, n=1"
     assert max(x for _, xs, _ in lines_of(curves, wide=True) for x in xs) == 32 * reached
 
@@ -491,37 +404,17 @@ def test_a_group_with_a_running_log_has_no_mean_in_its_picture(tmp_path, saved):
 
 
 # ---- What the READMEs show ----------------------------------------------------------------------
-CLAIMS = {  # what each record's README says: {group: (n, mean loss)}
-    "2026-11-20_CPU_Baseline": {"muon": (5, "1.2935"), "adamw": (3, "1.3841")},
-    "2026-11-20_World_Sizes": {"processes_1": (1, "6.1645"), "processes_2": (1, "6.1644")},
-    "2026-11-21_AdamW": {"muon": (5, "1.2951"), "adamw": (5, "1.3846")},
-    "2026-11-21_CPU_Record": {"muon": (10, "1.2912")},
-    "2026-11-21_Compile": {"A": (5, "2.5080"), "B": (5, "2.5080")},
-    "2026-11-21_Data": {"fresh_clone": (1, "1.2798")},
-    "2026-11-21_Muon": {"polar_express": (5, "1.5991"), "quintic": (5, "1.6055")},
-    "2026-11-21_Step": {"ours": (3, "1.9080"), "plain": (3, "1.9091")},
-    "2026-11-21_Torch_Versions": {"A": (5, "2.5080"), "B": (5, "2.5080")},
-    "2026-11-22_CPU_Step": {"record": (10, "1.2936"), "fresh_clone": (1, "1.2871")},
-    "2026-11-22_Candidate": {"record 7": (3, "5.5966"), "candidate": (3, "5.4973")},
-    "2026-11-22_Learn_Faster": {"record": (10, "1.2927")},
-    "2026-11-22_One_File": {"seed 3": (1, "1.3074")},
-    "2026-11-22_Whole_Way": {"own_text": (1, "5.1485"), "fresh_clone": (1, "1.2735")},
-    "2026-11-23_Shakespeare": {"preset text": (5, "1.4501")},
-}
+NO_LOSSES = {"2026-11-20_124M_CPU", "2026-11-22_Plan", "2026-11-23_Plain_Code"}  # but times
 
 
-def test_the_table_of_all_records_shows_what_each_readme_claims():
-    shown, folder = {}, None
+def test_the_readme_of_each_record_gives_the_losses_of_its_logs():
     for row in report.history().splitlines()[2:]:
-        _, link, group, n, _, _, loss, _ = (cell.strip() for cell in row.split("|")[1:-1])
+        _, link, group, _, _, _, loss, _ = (cell.strip() for cell in row.split("|")[1:-1])
         if link:
             folder = link.rpartition("(")[2].rstrip(")")
-        shown.setdefault(folder, {})[group] = n, loss.partition(" ")[0]
-    for folder, claims in CLAIMS.items():
-        readme = (ROOT / "records" / folder / "README.md").read_text()
-        for group, (n, loss) in claims.items():
-            assert loss in readme
-            assert shown[folder][group] == (f"{n}", loss), folder
+            readme = (ROOT / "records" / folder / "README.md").read_text()
+        if folder not in NO_LOSSES and not group.startswith("adamw_t") and loss != "n/a":
+            assert loss.partition(" ")[0] in readme, (folder, group)
 
 
 def test_readmes_show_what_their_logs_say(capsys):

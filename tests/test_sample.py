@@ -95,7 +95,7 @@ def test_mistakes_are_one_sentence(arguments, sentence, tmp_path, monkeypatch):
     "changes, sentence",
     [
         ({"n_layer": 10**6}, "n_layer=1000000 "),
-        ({"n_layer": 1000}, "does not fit this train_gpt2.py"),
+        ({"n_layer": 100}, "does not fit this train_gpt2.py"),
         ({"n_embd": 2**30}, "does not fit this train_gpt2.py"),
         ({"n_embd": 2**20}, "does not fit this train_gpt2.py"),
         ({"max_ngram": 2, "ngram_rows": 2**30}, "does not fit this train_gpt2.py"),

@@ -4,8 +4,6 @@ import gzip
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,18 +18,6 @@ from train_gpt2 import GPT, Hyperparameters
 
 SCRIPT = ROOT / "records" / "tools" / "step_profile.py"
 STEPS = WARM_UP + TIMED + TRACED
-
-
-def test_time_goes_to_the_innermost_part_alone():
-    phases = Phases(clock=iter([0, 1, 3, 6, 10, 11, 12, 17]).__next__)
-    with phases("other"):  # from 0 to 17
-        with phases("forward"), phases("communication"):  # from 1 to 10, from 3 to 6
-            pass
-        with pytest.raises(KeyError), phases("forward"):  # from 11 to 12
-            raise KeyError
-    other = 1 + (11 - 10) + (17 - 12)
-    assert phases.seconds == {"other": other, "forward": 2 + 4 + 1, "communication": 3}
-    assert not phases.stack
 
 
 def test_the_device_is_awaited_before_every_look_at_the_clock():
@@ -113,7 +99,6 @@ def test_the_command_prints_tables_and_writes_traces(processes, tiny):
 
 
 def test_a_mistake_is_one_sentence_and_exit_status_1(tiny):
-    command = [sys.executable, SCRIPT, f"--train_files={tiny['train_files']}", "--n_head=5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and done.stderr.startswith("train_gpt2.py: n_embd=768 must be")
+    done = run_forked({**tiny, "n_head": 5}, script=SCRIPT)
+    assert done.returncode == 1 and done.stderr.startswith("train_gpt2.py: n_embd=16 must be")
     assert done.stderr.count("\n") == 1
