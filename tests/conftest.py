@@ -285,6 +285,12 @@ def start(settings, processes=1, script=SCRIPT, flags=(), python=sys.executable)
     return run
 
 
+def run_tool(name, *arguments, **options):
+    """Run a tool of records/tools as its users do; return the CompletedProcess."""
+    command = [sys.executable, ROOT / "records" / "tools" / name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
 def wait_for(run, beginning):
     """Read the output of a run until a line begins so; return all of it."""
     lines = []

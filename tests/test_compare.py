@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import rerun
 import runlog
-from conftest import ROOT, TINY, run_forked, write_shard
+from conftest import ROOT, TINY, options, run_forked, run_tool, write_shard
 from scipy import stats
 from test_records import write_group, write_log
 
@@ -184,39 +183,42 @@ import json, os, pathlib, sys
 fields = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
 if "fail" in fields:
     sys.exit("one sentence")
+mark = os.environ.get("MARK")
 caches = {os.environ.get(name) for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
 out = pathlib.Path(fields["log_dir"], fields["run_id"])
 text = pathlib.Path(fields["log"]).read_text().replace("seed=1", "seed=" + fields["seed"])
 out.with_suffix(".txt").write_text(text[: text.index("step:30/")] if "cut" in fields else text)
 out.mkdir(exist_ok=True)
 (out / "model.pt").touch()
-said = [out.name, fields.get("resume"), os.environ.get("MARK"), os.environ["PYTHON"], *caches]
 with open(out.parent / "runs", "a") as file:
-    print(json.dumps(said), file=file)
+    print(json.dumps([out.name, fields.get("resume"), mark, *caches]), file=file)
 """
+RUN_SH = 'cd "$(dirname "$0")" && exec "$PYTHON" "${SCRIPT:-train_gpt2.py}" "$@"\n'
 
 
 @pytest.fixture
 def fake(tmp_path):
-    """Return a command that starts FAKE."""
-    (tmp_path / "fake.py").write_text(FAKE)
-    return f"python {tmp_path}/fake.py --log={write_log(tmp_path / 'log.txt')}"
+    """Return a command that starts FAKE as run.sh starts train_gpt2.py."""
+    (tmp_path / "train_gpt2.py").write_text(FAKE)
+    (tmp_path / "run.sh").write_text(RUN_SH)
+    return f"bash {tmp_path}/run.sh --log={write_log(tmp_path / 'log.txt')}"
 
 
 def test_arms_run_in_turn_and_go_on(fake, tmp_path, capsys):
     out, python_b = tmp_path / "out", tmp_path / "python_b"
     python_b.write_text(f'#!/bin/sh\nMARK=b exec {sys.executable} "$@"\n')
     python_b.chmod(0o755)
-    command = [fake, f"--python_b={python_b}", "--arm=c d: --more=2", "--cold", f"--out={out}"]
+    diff = tmp_path / "mark.diff"
+    diff.write_text('--- a\n+++ b\n@@\n-mark = os.environ.get("MARK")\n+mark = "diff"\n')
+    command = [fake, f"--python_b={python_b}", f"--arm=c d: {diff}", "--cold", f"--out={out}"]
     ab.main([*command, "--rounds=2"])
     printed = capsys.readouterr()
     runs = [json.loads(line) for line in (out / "runs").read_text().splitlines()]
     in_turn = ["A_round1", "B_round1", "c_d_round1", "c_d_round2", "B_round2", "A_round2"]
     assert [name for name, *_ in runs] == in_turn
-    assert len({run[-1] for run in runs}) == 6 and {len(run) for run in runs} == {5}  # own caches
-    for name, resume, mark, python, _ in runs:
-        of_b = ("b", str(python_b)) if name[0] == "B" else (None, sys.executable)
-        assert (resume, mark, python) == (None, *of_b)
+    assert len({run[-1] for run in runs}) == 6 and {len(run) for run in runs} == {4}  # own caches
+    for name, resume, mark, _ in runs:
+        assert (resume, mark) == (None, {"A": None, "B": "b", "c": "diff"}[name[0]])
         assert runlog.read(out / f"{name}.txt").seed == int(name[-1])
     assert "| c d | 1.2500 | +0.0000" in printed.out and "| ms a step, ratio" in printed.out
     assert not list(out.glob("*/model.pt"))
@@ -231,7 +233,7 @@ def test_arms_run_in_turn_and_go_on(fake, tmp_path, capsys):
     assert (name, resume) == ("B_round2", "auto")
     assert {path for path in times if path.stat().st_mtime_ns != times[path]} == {begun}
     assert "ms a step" not in capsys.readouterr().out  # its runs were not interleaved
-    (tmp_path / "fake.py").write_text(FAKE + "# edited")
+    (tmp_path / "train_gpt2.py").write_text(FAKE + "# edited")
     with pytest.raises(ValueError, match="pass another --out"):
         ab.main([*command, "--rounds=4"])
     assert len((out / "runs").read_text().splitlines()) == 13
@@ -269,46 +271,31 @@ def test_commands_that_cannot_be(arguments, sentence, fake, tmp_path, capsys):
     assert sentence in f"{refused.value}{capsys.readouterr().err}"
 
 
-def test_commands_name_their_interpreter_and_place(tmp_path):
+def test_torchrun_is_that_of_the_arms_python():
     arm = ab.make_arm("A", f"torchrun --standalone {ROOT}/train_gpt2.py", "p")
     assert arm.argv[:4] == ["p", "-m", "torch.distributed.run", "--standalone"]
-    (tmp_path / "train_gpt2.py").write_text("old\n")
-    diff = tmp_path / "a.diff"
-    diff.write_text("--- a/train_gpt2.py\n+++ b/train_gpt2.py\n@@\n-old\n+new\n")
-    arm = ab.make_arm("A", f"bash {tmp_path}/run.sh", "p", diff, tmp_path)
-    assert (arm.argv, arm.home) == (["bash", f"{tmp_path}/run.sh"], tmp_path)
-    assert arm.environment["PYTHON"] == "p"
-    with open(arm.environment["SCRIPT"]) as copy:
-        assert copy.read() == "new\n"
 
 
-def test_train_gpt2_goes_on_from_its_checkpoint(tiny, tmp_path, monkeypatch, capsys):
-    """Of two arms, one is a diff that changes nothing."""
-
-    def run(argv, **options):
+def test_train_gpt2_goes_on_from_its_checkpoint(tiny, tmp_path, monkeypatch):
+    def run(argv, **_):
         return run_forked(dict(flag[2:].split("=", 1) for flag in argv[2:]), 1, argv[1])
 
     monkeypatch.setattr(ab.subprocess, "run", run)
-    first = (ROOT / "train_gpt2.py").read_text().splitlines()[0]
-    diff = tmp_path / "nothing.diff"
-    diff.write_text(f"--- a\n+++ b\n@@ -1,2 +1,3 @@\n {first}\n+more\n \n")  # in the docstring
     settings = {**tiny, "num_iterations": 4, "save_every": 2}
     del settings["log_dir"]
-    text = shlex.join([f"--{name}={value}" for name, value in settings.items()])
-    arguments = [f"python {ROOT}/train_gpt2.py {text}", f"--arm=same: {diff}", "--rounds=2"]
+    arguments = [f"python {ROOT}/train_gpt2.py {shlex.join(options(settings))}", "--rounds=2"]
     arguments += ["--arm=slow: --muon_learning_rate=0.0001", f"--out={tmp_path}/out"]
     ab.main(arguments)
-    table = capsys.readouterr().out
-    assert "| +0.0000 (+0.0000 to +0.0000) | n/a |" in table and "source of train_gpt2.py" in table
     log, folder = tmp_path / "out" / "slow_round2.txt", tmp_path / "out" / "slow_round2"
-    whole = runlog.read(log).points
+    whole = runlog.read(log)
+    assert whole.settings["muon_learning_rate"] == 0.0001
     (folder / "state_step0000000004.pt").unlink()
     log.write_text(log.read_text().partition("step:3/")[0])
     ab.main(arguments)
     assert "resume=auto: continuing after step 2\n" in log.read_text()
-    again = runlog.read(log).points
-    for kind in whole:
-        assert [point[:2] for point in again[kind]] == [point[:2] for point in whole[kind]]
+    again = runlog.read(log)
+    for kind, points in whole.points.items():
+        assert [point[:2] for point in again.points[kind]] == [point[:2] for point in points]
 
 
 # ---- rerun.py -----------------------------------------------------------------------------------
@@ -328,11 +315,8 @@ def record(tmp_path_factory):
 
 
 def test_a_record_runs_again_from_its_log(record, tmp_path):
-    tool = ROOT / "records" / "tools" / "rerun.py"
-    done = subprocess.run(
-        [sys.executable, tool, record, "seeds/B", f"--log_dir={tmp_path}"],
-        env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = run_tool("rerun.py", record, "seeds/B", f"--log_dir={tmp_path}", env=environment)
     assert done.returncode == 0, done.stderr
     losses = re.findall(r"seed 2, loss (\S+),", done.stdout)
     assert float(losses[0]) == pytest.approx(float(losses[1]), abs=0.002)

@@ -3,14 +3,12 @@
 import hashlib
 import math
 import re
-import subprocess
-import sys
 
 import evaluate
 import pytest
 import torch
 import weights
-from conftest import ROOT, small_state, write_shard, write_weights
+from conftest import run_tool, small_state, write_shard, write_weights
 
 import train_gpt2
 from train_gpt2 import Hyperparameters, UserError
@@ -175,7 +173,6 @@ def test_what_cannot_be_measured_is_one_sentence(
 
 
 def test_the_command_reads_standard_input(plain_run):
-    script = ROOT / "records" / "tools" / "evaluate.py"
-    command = [sys.executable, script, "-", "--device=cpu", f"--weights={plain_run}"]
-    done = subprocess.run(command, input=b"def f7(x):", capture_output=True, timeout=120)
-    assert done.returncode == 0 and b"| - | 10 | " in done.stdout
+    arguments = "-", "--device=cpu", f"--weights={plain_run}"
+    done = run_tool("evaluate.py", *arguments, input="def f7(x):")
+    assert done.returncode == 0 and "| - | 10 | " in done.stdout

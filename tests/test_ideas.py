@@ -10,7 +10,7 @@ import pytest
 import runlog
 import torch
 import torch.nn.functional as F
-from conftest import KILL, ROOT, SCRIPT, STEP, bits, both_dtypes, run_forked, validations
+from conftest import KILL, ROOT, SCRIPT, STEP, bits, both_dtypes, run_forked, trained, validations
 
 import train_gpt2
 
@@ -39,19 +39,13 @@ def load(path):
 def test_an_idea_trains_and_goes_on_to_the_bit(idea, tiny, tmp_path):
     script = edited(tmp_path, idea)
     fields = {**tiny, "save_every": 2}
-    runs = [run_forked({**fields, "run_id": f"w{n}"}, n, script) for n in (1, 2)]
-    for done in runs:
-        assert done.returncode == 0, done.stderr
-        rows = validations(done.stdout)
-        assert rows[-1][1] < rows[0][1] - 0.2
-    one, two = (validations(done.stdout) for done in runs)
+    one, two = (validations(trained({**fields, "run_id": f"w{n}"}, n, script)) for n in (1, 2))
+    assert one[-1][1] < one[0][1] - 0.2
     assert [row[1] for row in one] == pytest.approx([row[1] for row in two], abs=0.02)
     script.write_text(script.read_text().replace(STEP, KILL))
     fields |= {"run_id": "part", "resume": "auto"}
     assert run_forked(fields, 2, script).returncode == -signal.SIGKILL
-    done = run_forked(fields, 2, script)
-    assert done.returncode == 0, done.stderr
-    assert "\nresume=auto: continuing after step 4\n" in done.stdout
+    assert "\nresume=auto: continuing after step 4\n" in trained(fields, 2, script)
     last = "state_step0000000006.pt"
     assert bits(tmp_path / "logs" / "part" / last) == bits(tmp_path / "logs" / "w2" / last)
 

@@ -3,8 +3,6 @@
 import math
 import os
 import re
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ import pytest
 import report
 import runlog
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, run_tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
@@ -321,11 +319,8 @@ def test_mistakes_are_one_sentence(tmp_path):
     log = write_log(tmp_path / "a.txt")
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, ROOT / "records" / "tools" / "report.py", log]
     for argument, said in ("nothing", "no log at 'nothing'"), ("--picture=p.png", "matplotlib is"):
-        done = subprocess.run(
-            [*command, argument], env=environment, capture_output=True, text=True, timeout=99
-        )
+        done = run_tool("report.py", log, argument, env=environment)
         assert done.returncode == 1 and done.stderr.startswith(f"report.py: {said}")
         assert done.stderr.count("\n") == 1
 

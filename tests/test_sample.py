@@ -2,14 +2,12 @@
 
 import io
 import os
-import subprocess
-import sys
 
 import pytest
 import sample
 import torch
 import weights
-from conftest import ROOT, small_state, write_weights
+from conftest import run_tool, small_state, write_weights
 
 from train_gpt2 import Hyperparameters, UserError
 
@@ -156,14 +154,8 @@ def test_fault_14_a_folder_gives_the_weights_of_the_most_steps(tmp_path, monkeyp
 
 
 def test_the_command_line_streams_and_ends_in_a_sentence(plain_run):
-    command = [sys.executable, str(ROOT / "records" / "tools" / "sample.py"), "for", "--tokens=5"]
-    for path, status, said in (
-        (plain_run, 0, "ms each"),
-        ("nowhere", 1, "sample.py: nowhere is not"),
-    ):
-        done = subprocess.run(
-            [*command, f"--weights={path}"], capture_output=True, text=True, timeout=120
-        )
+    for path, status, said in (plain_run, 0, "ms each"), ("nowhere", 1, "sample.py: nowhere is"):
+        done = run_tool("sample.py", "for", "--tokens=5", f"--weights={path}")
         assert done.returncode == status and said in done.stderr
         assert done.stdout.startswith("for") == (status == 0)
     assert done.stderr.count("\n") == 1

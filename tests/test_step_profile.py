@@ -10,7 +10,7 @@ import pytest
 import step_profile
 import torch
 import torch.distributed as dist
-from conftest import ROOT, run_forked
+from conftest import ROOT, run_forked, trained
 from step_profile import TIMED, TRACED, WARM_UP, Phases
 
 import train_gpt2
@@ -76,18 +76,21 @@ def test_a_signal_ends_the_profile(tiny):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_command_prints_tables_and_writes_traces(processes, tiny):
-    done = run_forked(tiny, processes, script=SCRIPT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^(\S+) +([\d.]+) ms +([\d.]+)%$", done.stdout, re.M)
+def test_the_command_prints_tables_and_writes_traces(processes, tiny, capsys):
+    if processes == 1:
+        step_profile.main(Hyperparameters(**tiny))
+        printed = capsys.readouterr().out
+    else:
+        printed = trained(tiny, processes, SCRIPT)
+    rows = re.findall(r"^(\S+) +([\d.]+) ms +([\d.]+)%$", printed, re.M)
     parts = {"forward", "backward", "AdamW", "Muon", "Newton-Schulz", "loader", "other"}
     parts |= {"communication"} if processes == 2 else set()
     assert {part for part, *_ in rows} == parts and len(rows) == len(parts)  # rank 0 alone prints
     assert sum(float(share) for *_, share in rows) == pytest.approx(100, abs=0.5)
-    total = float(re.search(r"([\d.]+) ms per step of 192 tokens", done.stdout)[1])
+    total = float(re.search(r"([\d.]+) ms per step of 192 tokens", printed)[1])
     assert sum(float(ms) for _, ms, _ in rows) == pytest.approx(total, abs=0.1)
-    assert "Self CPU time total" in done.stdout
-    folder = Path(re.search(r"perfetto.dev: (\S+)$", done.stdout, re.M)[1])
+    assert "Self CPU time total" in printed
+    folder = Path(re.search(r"perfetto.dev: (\S+)$", printed, re.M)[1])
     assert list(Path(tiny["log_dir"]).iterdir()) == [folder]  # no log, no checkpoint
     traces = sorted(folder.iterdir())
     assert [path.name for path in traces] == [f"trace_rank{r}.json.gz" for r in range(processes)]
