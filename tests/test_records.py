@@ -388,14 +388,17 @@ def test_a_running_log_is_drawn_wherever_it_ends(cut, reached, tmp_path, saved):
 
 
 def test_a_group_with_a_running_log_has_no_mean_in_its_picture(tmp_path, saved):
-    write_group(tmp_path / "x", "a", [1.2, 1.3])
-    write_log(tmp_path / "x" / "a_seed3.txt", seed=3, stopped_at=30)
-    whole = write_group(tmp_path / "y", "b", [1.4, 1.5])
+    far = {"target_val_loss": 9.0}
+    write_group(tmp_path / "x", "a", [1.2, 1.3], **far)
+    write_log(tmp_path / "x" / "a_seed3.txt", seed=3, stopped_at=30, **far)
+    whole = write_group(tmp_path / "y", "b", [1.4, 1.5], **far)
     assert report.main([str(tmp_path / "x"), *whole, "--picture=p.png"]) == 0
     curves, ends = saved[0].axes
     assert [line[2] for line in lines_of(ends, wide=True)] == [[1.4, 1.5]]
     means = lines_of(curves, wide=True)
     assert [max(line[1]) for line in means] == [960, 640, 1280, 1280]  # to where all of a came
+    for axes in curves, ends:
+        assert [9.0, 9.0] not in [list(line.get_ydata()) for line in axes.lines], "squeezes them"
 
 
 # ---- What the READMEs show ----------------------------------------------------------------------

@@ -66,11 +66,12 @@ def test_a_log_that_is_started_over_is_read_from_its_start(tmp_path):
 
 
 def test_wandb_writes_a_run_offline(log, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     for name, value in dict(MODE="offline", DIR=tmp_path, SILENT="true").items():
         monkeypatch.setenv(f"WANDB_{name}", str(value))
     monkeypatch.setenv("HOME", str(tmp_path))
     track.main([str(log), "--wandb", "mine"])
+    wandb.teardown()  # waits for its service, as the end of a process does
     [run] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = run.read_bytes()
     assert b"train_loss" in content and b"learning_rate" in content and b"n_embd" in content
