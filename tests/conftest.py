@@ -1,6 +1,7 @@
 """Shared helpers: shards and settings of a tiny run, runs in other processes, what runs leave."""
 
 import gc
+import math
 import os
 import re
 import runpy
@@ -30,7 +31,6 @@ for folder in "", "data", "records/tools", "tests/bench":
 import train_gpt2  # noqa: E402
 
 STEP = "        lr_scale = lr_multiplier(step, args)\n"  # the line of train() that begins a step
-KILL = STEP + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 TINY = {
@@ -177,17 +177,23 @@ def _script_main(script, arguments, environment, output):
 
 
 class StopAfter(train_gpt2.StopRequest):
-    """Stops a run as a signal does, before its step number `steps`, counted from its start."""
+    """Stops a run as a signal does that comes after so many of its steps or forward passes."""
 
-    def __init__(self, steps):
+    def __init__(self, steps=math.inf, passes=math.inf):
         super().__init__()
-        self.steps = steps
+        self.steps, self.passes = steps, passes
 
     def check_ranks(self, failure=""):
         if self.steps == 0:
             self.time = time.monotonic()
         self.steps -= 1
         super().check_ranks(failure)
+
+    def check(self):
+        if self.passes == 0:
+            self.time = time.monotonic()
+        self.passes -= 1
+        super().check()
 
 
 def run_forked(settings, processes=1, script=SCRIPT, timeout=120, flags=()):
@@ -237,10 +243,10 @@ def trained(settings, processes=1, script=SCRIPT):
     return done.stdout
 
 
-def run_here(settings, steps=None, **changes):
-    """Run in this process; stop after so many steps, if given. Return what main returns."""
+def run_here(settings, steps=math.inf, passes=math.inf, **changes):
+    """Run in this process; stop after so many steps or passes. Return what main returns."""
     args = train_gpt2.Hyperparameters(**{**settings, **changes})
-    return train_gpt2.main(args, None if steps is None else StopAfter(steps))
+    return train_gpt2.main(args, StopAfter(steps, passes))
 
 
 def options(settings):
@@ -259,13 +265,13 @@ def edited_script(folder, *changes):
     return path
 
 
-def start(settings, processes=1, script=SCRIPT, flags=(), python=sys.executable):
-    """Start a run in subprocesses beside its log_dir, several with torchrun and its flags.
+def start(settings, processes=1, script=SCRIPT, flags=()):
+    """Start a run in subprocesses beside its log_dir, several or with flags by torchrun.
 
     Its output are small pipes: unless they are read, a run stops after some 50 lines.
     """
-    command = [python]
-    if processes > 1:
+    command = [sys.executable]
+    if processes > 1 or flags:
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
         command += flags or ["--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -344,6 +350,11 @@ def bits(path):
         del state["hyperparameters"][name]
     del state["train_seconds"], state["files"]
     return bits_of(state)
+
+
+def last_bits(folder):
+    """Return what the newest checkpoint in a run's folder holds, to the bit."""
+    return bits(folder / checkpoints(folder)[-1])
 
 
 def bits_of(value):

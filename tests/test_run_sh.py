@@ -18,8 +18,10 @@ case "$*" in
 *-c*) ;;
 *train_gpt2.py*)
     trap 'echo saved; kill $!; exit 0' TERM
+    sleep ${SECONDS_OF_TRAINING:-0} >/dev/null 2>&1 & # if it is left behind, it holds no pipe open
+    [ "${SECONDS_OF_TRAINING:-0}" = 0 ] || sleep 0.2 # run.sh catches signals only now
     echo "$*"; echo "$RUN_COMMAND"
-    sleep ${SECONDS_OF_TRAINING:-0} & wait
+    wait
     exit ${STATUS:-0} ;;
 *) echo "$*" ;;
 esac
