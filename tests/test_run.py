@@ -16,6 +16,7 @@ import torch.distributed as dist
 from conftest import (
     ROOT,
     STEP,
+    StopAfter,
     both_dtypes,
     edited_script,
     finish,
@@ -333,11 +334,14 @@ def test_macos_has_no_proc_and_counts_memory_in_bytes(monkeypatch):
     assert train_gpt2.peak_memory(torch.device("cpu")) == 3072
 
 
-def test_warm_up_leaves_no_trace(tiny):
+def test_warm_up_and_an_unfinished_step_leave_no_trace(tiny):
     gpt, optimizers, args = tiny_model(tiny)
     before = {name: p.clone() for name, p in gpt.state_dict().items()}
     random_state = torch.get_rng_state()
     warm_up(gpt, args, val_loader(args, 2))
+    batch = val_loader(args, 12).next_batch()
+    with pytest.raises(train_gpt2.StopTraining):
+        train_step(gpt, optimizers, *batch, 1.0, args, StopAfter(passes=3).check)
     assert all(torch.equal(p, before[name]) for name, p in gpt.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not any(optimizer.state for optimizer in optimizers)
