@@ -12,16 +12,15 @@ name is below --val_fraction. The name is a file's relative path, or the text of
 added documents do not move others between the splits. Of up to ten documents, the end is held out
 instead: a fraction of all tokens. The same happens if the hash would leave a split empty.
 
-The output is DIR/train_000001.bin..., DIR/val_000000.bin..., DIR/manifest.json and DIR/skipped.txt.
-`python data/shards.py DIR` verifies it. The shards of an earlier pack are replaced after all text
-has been tokenized. If a pack is killed while it replaces them, DIR/.pack remains and training
-refuses the folder: run the same command again. The disk needs room for twice the tokens. Memory use
-is constant except for 50 bytes per document.
+The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json. `python
+data/shards.py DIR` verifies it. The shards of an earlier pack are replaced after all text has been
+tokenized. If a pack is killed while it replaces them, DIR/.pack remains and training
+refuses the folder: run the same command again. The disk needs room for twice the tokens. The memory
+holds up to two documents per core, or 2 MB of short ones, and 50 bytes for every document.
 """
 
 import argparse
 import array
-import codecs
 import collections
 import contextlib
 import fcntl
@@ -32,7 +31,6 @@ import json
 import lzma
 import math
 import os
-import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -46,14 +44,10 @@ from tqdm import tqdm
 
 FEW = 10  # documents, too few to hold out whole ones
 SHARD_TOKENS = 100_000_000
-CHUNK = 2**20  # bytes of text per task of a thread, and per piece of a long document
-# A long document may be cut before a whitespace that follows another character. No encoding of at
-# most 65536 ids has a token across that place, so the pieces have the same tokens as the whole.
-CUT = re.compile(r"\S(?=[ \t\n\r])")
+BATCH = 2**20  # characters of text per task of a thread
 
 
-# -----------------------------------------------------------------------------
-# Encodings
+# ---- Encodings -----------------------------------------------------------------------------------
 class BytesEncoding:
     """The 256 bytes and an end-of-text token, with the methods of tiktoken's that are used."""
 
@@ -92,17 +86,14 @@ def get_encoding(name):
     return encoding
 
 
-# -----------------------------------------------------------------------------
-# Reading: from inputs to pieces of documents, in order
+# ---- Reading: from inputs to documents, in order -------------------------------------------------
 @dataclass
-class Piece:
-    """A document or a piece of a long one. If it cannot be read, `fault` says why."""
+class Document:
+    """A text. If it cannot be read, `fault` says why."""
 
-    file: str
-    line: int
+    place: str  # file:line
     text: str
     name: str  # its hash decides whether the document is held out
-    starts: bool = True  # whether it is the first piece of its document
     fault: str = ""
 
 
@@ -123,69 +114,52 @@ def list_files(inputs, pattern, exclude, out):
     """Return [(name, path)] of all input files, in order. Raises ValueError if there are none."""
     files = []
     for path in map(Path, inputs):
-        if path.is_dir() and path.resolve() == out.resolve():
-            raise ValueError(f"--out={out} is an input, too: give another folder")
-        elif path.is_dir():
-            for name, file in sorted(walk(path, out)):
-                if fnmatch.fnmatch(file.name, pattern) and name not in exclude:
-                    files.append((name, file))
-        elif path.exists():
-            files.append((path.name, path))
-        else:
+        if not path.exists():
             raise ValueError(f"{path} is neither a file nor a folder: give existing ones")
+        if path.resolve() == out.resolve():
+            raise ValueError(f"--out={out} is an input, too: give another folder")
+        if not path.is_dir():
+            files.append((path.name, path))
+            continue
+        for name, file in sorted(walk(path, out)):
+            if fnmatch.fnmatch(file.name, pattern) and name not in exclude:
+                files.append((name, file))
     if not files:
         raise ValueError(f"no file matches {pattern!r}: give other inputs or another --pattern")
     return files
 
 
+def read_text(file, text_field):
+    """Yield (1, text) of a file that is one document."""
+    yield 1, file.read().decode()
+
+
 def read_lines(file, text_field):
-    """Yield (line number, text, fault) of the lines of JSON."""
+    """Yield (line number, text) of the lines of JSON; the text is None if a line has none."""
     for number, line in enumerate(file, start=1):
-        text, fault = None, ""
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            text = row.get(text_field) if isinstance(row, dict) else None
-        except (ValueError, RecursionError):
-            fault = "is not JSON in UTF-8"
-        yield number, text, fault
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            yield number, row.get(text_field) if isinstance(row, dict) else None
 
 
 def read_rows(file, text_field):
-    """Yield (row number, text, no fault) of the rows of a parquet file."""
+    """Yield (row number, text) of the rows of a parquet file."""
     from pyarrow import parquet
 
     number = 0
     for batch in parquet.ParquetFile(file).iter_batches(batch_size=100, columns=[text_field]):
         for text in batch.column(text_field).to_pylist():
             number += 1
-            yield number, text, ""
-
-
-def read_text(file, text_field):
-    """Yield (line number, piece, fault) of a text, cut before a whitespace."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    line, text, more = 1, "", True
-    while more:
-        more = file.read(CHUNK)
-        try:
-            text += decoder.decode(more, final=not more)
-        except UnicodeDecodeError as error:
-            line += text.count("\n") + error.object[: error.start].count(b"\n")
-            yield line, "", "is not UTF-8"
-            return
-        cuts = [match.end() for match in CUT.finditer(text, max(0, len(text) - 4096))]
-        cut = (cuts[-1] if cuts else 0) if more else len(text)
-        if cut:
-            yield line, text[:cut], ""
-            line, text = line + text.count("\n", 0, cut), text[cut:]
+            yield number, text
 
 
 def fault_of(text, text_field):
     """Return why a text cannot be packed, or an empty string."""
     if not isinstance(text, str):
-        return f"has no text {text_field!r}"
+        return f"is not JSON with a text {text_field!r}"
     if not text:
         return "is empty"
     try:
@@ -199,38 +173,34 @@ OPEN = {".gz": gzip.open, ".xz": lzma.open}
 READERS = {".jsonl": read_lines, ".ndjson": read_lines, ".parquet": read_rows}
 
 
-def read_pieces(file, path, text_field):
-    """Yield the Pieces of a file. If the rest of the file is unreadable, the last one says so."""
+def read_documents(file, path, text_field):
+    """Yield the Documents of a file. If its rest is unreadable, the last one says so."""
     base, compression = os.path.splitext(file)
     if compression not in OPEN:
         base, compression = file, ""
     reader = READERS.get(os.path.splitext(base)[1].lower(), read_text)
-    line, begun = 0, False  # whether the last piece belongs to the next one's document
+    line = 0
     try:
         with OPEN.get(compression, open)(path, "rb") as content:
-            for line, text, fault in reader(content, text_field):
-                fault = fault or fault_of(text, text_field)
+            for line, text in reader(content, text_field):
+                fault = fault_of(text, text_field)
                 name = file if reader is read_text else text
-                yield Piece(file, line, "" if fault else text, name, not begun, fault)
-                begun = reader is read_text
-        if line == 0 and reader is read_text:
-            yield Piece(file, 1, "", file, fault="is empty")
+                yield Document(f"{file}:{line}", "" if fault else text, name, fault)
     except ImportError:
         raise ValueError(f"{path} needs a package: pip install pyarrow") from None
     except Exception as error:  # of the disk or a library: the file is damaged or gone
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        yield Piece(file, line + 1, "", file, not begun, f"cannot be read on ({reason})")
+        yield Document(f"{file}:{line + 1}", "", file, f"cannot be read on ({reason})")
 
 
-# -----------------------------------------------------------------------------
-# Encoding: from pieces to one file of tokens
-def batches(pieces):
-    """Yield lists of pieces with together about CHUNK bytes of text."""
+# ---- Encoding: from documents to one file of tokens ----------------------------------------------
+def batches(documents):
+    """Yield lists of documents with together about BATCH characters of text."""
     batch, size = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= CHUNK:
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH:
             yield batch
             batch, size = [], 0
     if batch:
@@ -238,26 +208,25 @@ def batches(pieces):
 
 
 def encode_batch(batch, encoding):
-    """Return [(piece, key, tokens)]: the hash of the document's name, and a uint16 array."""
+    """Return [(document, key, tokens)]: the hash of its name, and a uint16 array."""
     encoded = []
-    for piece in batch:
-        if piece.fault:
-            encoded.append((piece, 0, None))
+    for document in batch:
+        if document.fault:
+            encoded.append((document, 0, None))
             continue
-        digest = hashlib.sha256(piece.name.encode("utf-8", "surrogateescape")).digest()
-        tokens = encoding.encode_to_numpy(piece.text, disallowed_special=()).astype(np.uint16)
-        if piece.starts:
-            tokens = np.insert(tokens, 0, encoding.eot_token)
-        encoded.append((piece, int.from_bytes(digest[:4], "big"), tokens))
+        digest = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
+        tokens = encoding.encode_to_numpy(document.text, disallowed_special=()).astype(np.uint16)
+        tokens = np.insert(tokens, 0, encoding.eot_token)
+        encoded.append((document, int.from_bytes(digest[:4], "big"), tokens))
     return encoded
 
 
-def encode(pieces, encoding):
+def encode(documents, encoding):
     """Yield encode_batch's results in order, from all cores: tiktoken releases the GIL."""
     workers, waiting = os.cpu_count(), collections.deque()
     pool = ThreadPoolExecutor(workers)
     try:
-        for batch in batches(pieces):
+        for batch in batches(documents):
             waiting.append(pool.submit(encode_batch, batch, encoding))
             if len(waiting) > 2 * workers:
                 yield from waiting.popleft().result()
@@ -267,39 +236,32 @@ def encode(pieces, encoding):
         pool.shutdown(cancel_futures=True)
 
 
-def tokenize(pieces, encoding, file, skip_bad):
+def tokenize(documents, encoding, file, skip_bad):
     """Write the tokens of all documents, one after the other, into a file.
 
-    Returns (tokens of each document, key of each document, faulty pieces). Raises ValueError at the
+    Returns (tokens of each document, key of each document, all faults). Raises ValueError at the
     first fault unless skip_bad is set.
     """
-    lengths, keys, faulty = array.array("Q"), array.array("Q"), []
+    lengths, keys, faults = array.array("Q"), array.array("Q"), []
     progress = tqdm(unit=" tokens", unit_scale=True, disable=None)  # None: only on a terminal
-    for piece, key, tokens in encode(pieces, encoding):
-        if piece.fault and not skip_bad:
+    for document, key, tokens in encode(documents, encoding):
+        if document.fault:
+            faults.append(f"{document.place} {document.fault}")
+            if skip_bad:
+                continue
             raise ValueError(
-                f"{piece.file}:{piece.line} {piece.fault}: correct it, give another --text_field, "
-                f"leave out the file with --exclude or all bad documents with --skip_bad"
+                f"{faults[0]}: correct it, give another --text_field, leave out the file with "
+                f"--exclude or all bad documents with --skip_bad"
             )
-        if piece.fault:
-            faulty.append(piece)
-            if not piece.starts:  # the earlier pieces of this document are dropped, too
-                file.seek(-2 * lengths.pop(), os.SEEK_END)
-                file.truncate()
-                keys.pop()
-            continue
-        if piece.starts:
-            lengths.append(0)
-            keys.append(key)
-        lengths[-1] += len(tokens)
+        lengths.append(len(tokens))
+        keys.append(key)
         file.write(tokens)
         progress.update(len(tokens))
     progress.close()
-    return np.array(lengths, np.int64), np.array(keys, np.int64), faulty
+    return np.array(lengths, np.int64), np.array(keys, np.int64), faults
 
 
-# -----------------------------------------------------------------------------
-# Layout: from one file of tokens to shards
+# ---- Layout: from one file of tokens to shards ---------------------------------------------------
 def choose(lengths, keys, val_fraction):
     """Return the training and the validation split, each as (N, 2) spans of positions."""
     ends = np.cumsum(lengths)
@@ -329,28 +291,17 @@ def shard_arrays(tokens, spans):
         yield np.concatenate(parts)
 
 
-def text_bytes(counts, encoding):
-    """Return how many bytes of text the tokens stand for, given how often each one occurs."""
-    size = 0
-    for token in np.flatnonzero(counts).tolist():
-        if token != encoding.eot_token:
-            size += int(counts[token]) * len(encoding.decode_single_token_bytes(token))
-    return size
-
-
-def write_split(folder, split, number, arrays, encoding):
+def write_split(folder, split, number, arrays):
     """Write arrays of tokens as shards, numbered from `number`; return the manifest's entry."""
-    sums, counts = {}, np.zeros(encoding.n_vocab, np.int64)
+    sums, size = {}, 0
     for i, tokens in enumerate(arrays, start=number):
         name = f"{split}_{i:06d}.bin"
         sums[name] = write_shard(folder / name, len(tokens), [tokens])
-        for start in range(0, len(tokens), CHUNK):
-            counts += np.bincount(tokens[start : start + CHUNK], minlength=encoding.n_vocab)
-    return {"tokens": int(counts.sum()), "bytes": text_bytes(counts, encoding), "sha256": sums}
+        size += len(tokens)
+    return {"tokens": size, "sha256": sums}
 
 
-# -----------------------------------------------------------------------------
-# Packing
+# ---- Packing -------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def locked(folder):
     """Lock a folder. Raises ValueError if another pack holds the lock."""
@@ -394,9 +345,9 @@ def pack(args, staging):
     """Write the shards and manifest.json of all inputs into staging; return the manifest."""
     encoding = get_encoding(args.encoding)
     files = list_files(args.inputs, args.pattern, args.exclude, args.out)
-    pieces = (piece for file in files for piece in read_pieces(*file, args.text_field))
+    documents = (text for file in files for text in read_documents(*file, args.text_field))
     with open(staging / "tokens", "w+b") as file:
-        lengths, keys, faulty = tokenize(pieces, encoding, file, args.skip_bad)
+        lengths, keys, faults = tokenize(documents, encoding, file, args.skip_bad)
     if not len(lengths):
         raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs")
     train, val = choose(lengths, keys, args.val_fraction)
@@ -406,14 +357,11 @@ def pack(args, staging):
         "vocab_size": encoding.n_vocab,
         "source": args.inputs,
         "documents": len(lengths),
-        "skipped": len(faulty),
-        "train": write_split(staging, "train", 1, shard_arrays(tokens, train), encoding),
-        "val": write_split(staging, "val", 0, shard_arrays(tokens, val), encoding),
+        "skipped": faults,
+        "train": write_split(staging, "train", 1, shard_arrays(tokens, train)),
+        "val": write_split(staging, "val", 0, shard_arrays(tokens, val)),
     }
     (staging / "tokens").unlink()
-    with open(staging / "skipped.txt", "w", encoding="utf-8", errors="surrogateescape") as file:
-        for piece in faulty:
-            file.write(f"{piece.file}:{piece.line} {piece.fault}\n")
     (staging / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     return manifest
 
@@ -464,12 +412,10 @@ def main(argv=None):
     print(f"{manifest['documents']:,} documents in {args.encoding}")
     for split in "train", "val":
         part = manifest[split]
-        print(
-            f"{split}: {part['tokens']:,} tokens, {part['bytes']:,} bytes of text, "
-            f"{len(part['sha256'])} shards"
-        )
+        print(f"{split}: {part['tokens']:,} tokens, {len(part['sha256'])} shards")
     if manifest["skipped"]:
-        print(f"skipped: {manifest['skipped']:,} documents, named in {args.out / 'skipped.txt'}")
+        skipped = len(manifest["skipped"])
+        print(f"skipped: {skipped:,} documents, listed in {args.out / 'manifest.json'}")
 
 
 if __name__ == "__main__":

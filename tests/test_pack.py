@@ -16,8 +16,6 @@ import pytest
 import shards
 import tiktoken
 from conftest import SHARED_DATA
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from shards import shard_size, verify
 
 BOOKS = SHARED_DATA / "books" / "books.jsonl.xz"
@@ -69,8 +67,7 @@ def write_lines(path, texts):
     return path
 
 
-# -----------------------------------------------------------------------------
-# Tokens, splits and formats
+# ---- Tokens, splits and formats ------------------------------------------------------------------
 def test_bytes_are_packed_in_path_order_and_held_out_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "SHARD_TOKENS", 1000)
     texts = {f"d{i % 3}/f{i}.py": f"{i} {text}" for i, text in enumerate(TEXTS[:40])}
@@ -80,57 +77,28 @@ def test_bytes_are_packed_in_path_order_and_held_out_by_name(tmp_path, monkeypat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())
     choice = ["--pattern", "*.py", "--exclude", "version.py", "--val_fraction", 0.3, "--skip_bad"]
-    manifest = packed(out, source, *choice)
+    manifest = packed(out, source, *choice)  # verified, too
     expected = {"train": [], "val": []}
     for name in sorted(texts):
         held = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < 0.3 * 2**32
         expected["val" if held else "train"].append(texts[name].encode())
     for split, documents in expected.items():
         assert split_documents(out, split) == documents and documents
-        assert manifest[split]["bytes"] == sum(map(len, documents))
         assert manifest[split]["tokens"] == len(shard_tokens(out, split))
-        for name, digest in manifest[split]["sha256"].items():
-            assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
     assert shard_size(out / "train_000001.bin") == 1000
-    assert manifest["skipped"] == 1
-    assert (out / "skipped.txt").read_text() == "empty.py:1 is empty\n"
-    assert {path.suffix for path in out.iterdir()} == {".bin", ".json", ".txt"}  # nothing half
+    assert manifest["skipped"] == ["empty.py:1 is empty"]
+    assert {path.suffix for path in out.iterdir()} == {".bin", ".json"}  # nothing half
 
 
 @needs_books
 def test_books_equal_an_independent_tokenization(tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "SHARD_TOKENS", 1_000_000)
-    manifest = packed(tmp_path / "out", BOOKS, "--encoding", "gpt2", "--val_fraction", 0)
-    encoding, expected, size = tiktoken.get_encoding("gpt2"), [], 0
+    packed(tmp_path / "out", BOOKS, "--encoding", "gpt2", "--val_fraction", 0)
+    encoding, expected = tiktoken.get_encoding("gpt2"), []
     for line in lzma.open(BOOKS, "rt", encoding="utf-8"):
         text = json.loads(line)["text"]
         expected += [50256, *encoding.encode(text, disallowed_special=())]
-        size += len(text.encode())
     assert shard_tokens(tmp_path / "out", "train").tolist() == expected
-    assert manifest["train"]["bytes"] == size
-
-
-WORDS = [
-    "the", "can't", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u3000", "\xa0", "\x1c", "!", "1", "é",
-    "漢字", "<|endoftext|>", "😀", "'s",
-]  # fmt: skip
-
-
-@needs_books
-@settings(deadline=None, max_examples=150, suppress_health_check=[*HealthCheck])
-@given(words=st.lists(st.sampled_from(WORDS), max_size=60), chunk=st.integers(1, 40))
-def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, words, chunk):
-    monkeypatch.setattr(pack, "CHUNK", chunk)
-    encoding, text = pack.get_encoding("gpt2"), "".join(words) or "x"
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    pieces = list(pack.read_pieces("a.txt", tmp_path / "a.txt", "text"))
-    assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-    position = 0
-    for piece in pieces:
-        assert piece.line == text.count("\n", 0, position) + 1
-        position += len(piece.text)
-    tokens = [token for piece in pieces for token in encoding.encode_ordinary(piece.text)]
-    assert tokens == encoding.encode_ordinary(text)
 
 
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the text is not beside this clone")
@@ -149,18 +117,14 @@ def test_tiny_shakespeare_is_split_as_nanogpt_splits_it(tmp_path):
 def test_the_end_of_few_documents_is_held_out(tmp_path, monkeypatch, texts, fraction):
     """By tokens, although the hash of 1.txt would hold it out; of 11 documents, whole ones are."""
     monkeypatch.setattr(pack, "SHARD_TOKENS", 7001)
-    monkeypatch.setattr(pack, "CHUNK", 9_999)  # each text is read in three pieces
     names = [tmp_path / f"{i}.txt" for i in range(texts)]
     for i, name in enumerate(names):
         name.write_text(f"{i % 10} is a text, " * 2000)
-    manifest = packed(tmp_path / "out", *names, "--val_fraction", fraction)
+    packed(tmp_path / "out", *names, "--val_fraction", fraction)
     train, val = (shard_tokens(tmp_path / "out", split) for split in ("train", "val"))
     stream = [token for name in names for token in [256, *name.read_bytes()]]
     assert ([*train, *val] == stream) == (texts <= 10)
     assert len(val) == (fraction * 26_000 * texts if texts <= 10 else 26_001 * 2)
-    for split, tokens in ("train", train), ("val", val):
-        assert manifest[split]["tokens"] == len(tokens)
-        assert manifest[split]["bytes"] == np.count_nonzero(tokens != 256)
 
 
 @pytest.mark.parametrize("form", [".gz", ".xz", ".parquet"])
@@ -192,24 +156,20 @@ def test_added_documents_move_no_other_between_the_splits(tmp_path):
         before = splits
 
 
-# -----------------------------------------------------------------------------
-# Bad input
+# ---- Bad input -----------------------------------------------------------------------------------
 GOOD = b'{"text": "x"}\n'
 BAD = {  # name, content, what is said
-    "invalid UTF-8 in a text": ("a.txt", b"one\ntwo \xff three", "a.txt:2 is not UTF-8"),
-    "a long text that breaks off": ("a.txt", b"wo\nd " * 500_000 + b"\xff", "a.txt:500001 is not"),
-    "a text cut inside a character": ("a.txt", "€".encode()[:-1], "a.txt:1 is not UTF-8"),
-    "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', "b.jsonl:3 is not JSON in UTF-8"),
+    "invalid UTF-8 in a text": ("a.txt", b"one\ntwo \xff three", "a.txt:1 cannot be read on"),
+    "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', "b.jsonl:3 is not JSON"),
     "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, "b.jsonl:4 is not JSON"),
     "JSON too deep": ("b.jsonl", GOOD + b"[" * 100000 + b"\n", "b.jsonl:2 is not JSON"),
-    "no object": ("b.jsonl", GOOD + b'["text"]\n', "b.jsonl:2 has no text 'text'"),
-    "missing field": ("b.jsonl", GOOD + b'{"body": "x"}\n', "b.jsonl:2 has no text 'text'"),
-    "no text": ("b.jsonl", GOOD + b'{"text": 5}\n', "b.jsonl:2 has no text 'text'"),
+    "no object": ("b.jsonl", GOOD + b'["text"]\n', "b.jsonl:2 is not JSON with a text 'text'"),
+    "missing field": ("b.jsonl", GOOD + b'{"body": "x"}\n', "b.jsonl:2 is not JSON with a text"),
+    "no text": ("b.jsonl", GOOD + b'{"text": 5}\n', "b.jsonl:2 is not JSON with a text"),
     "half a surrogate pair": ("b.jsonl", b'{"text": "\\ud800"}\n', "b.jsonl:1 is not Unicode"),
     "empty document": ("b.jsonl", GOOD + b'{"text": ""}\n', "b.jsonl:2 is empty"),
     "empty file": ("a.txt", b"", "a.txt:1 is empty"),
     "cut off gzip": ("b.jsonl.gz", gzip.compress(GOOD * 9)[:-9], "b.jsonl.gz:10 cannot be read on"),
-    "no gzip": ("b.jsonl.gz", GOOD, "b.jsonl.gz:1 cannot be read on"),
     "cut off xz": ("a.txt.xz", lzma.compress(b"x" * 999)[:-9], "a.txt.xz:1 cannot be read on"),
     "broken link": ("a.txt", None, "a.txt:1 cannot be read on"),
 }
@@ -228,8 +188,8 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
     refused = refusal(out, source, "--val_fraction", 0)
     assert sentence in refused and "--skip_bad" in refused
     assert not all_files(out)
-    packed(out, source, "--val_fraction", 0, "--skip_bad")
-    assert (out / "skipped.txt").read_text().startswith(sentence)
+    manifest = packed(out, source, "--val_fraction", 0, "--skip_bad")
+    assert manifest["skipped"][0].startswith(sentence)
     documents = split_documents(out, "train")
     assert documents[-1] == b"good" and set(documents[:-1]) <= {b"x"}
     if name == "b.jsonl" and content.startswith(GOOD):
@@ -265,26 +225,19 @@ def test_impossible_wishes_are_refused(tmp_path, monkeypatch, arguments, sentenc
     assert all_files(tmp_path / "out") == {"b": b"b"}
 
 
-# -----------------------------------------------------------------------------
-# What is in the folder already
-def test_fault_4_shards_that_no_pack_wrote_are_never_deleted(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "train_000007.bin").write_bytes(b"somebody's")
-    (tmp_path / "text.txt").write_text("some text")
-    assert "train_000007.bin, which no pack wrote" in refusal(out, tmp_path / "text.txt")
-    assert all_files(out) == {"train_000007.bin": b"somebody's"}
-
-
-def test_fault_7_a_pack_that_fails_leaves_the_complete_set_of_before(tmp_path):
+# ---- What is in the folder already --------------------------------------------------------------
+def test_fault_4_and_7_a_pack_that_fails_changes_nothing(tmp_path):
     lines = write_lines(tmp_path / "a.jsonl", TEXTS)
     packed(tmp_path / "out", lines)
-    before = all_files(tmp_path / "out")
     (tmp_path / "b.txt").write_bytes(b"\xff")
+    before = all_files(tmp_path / "out")
     assert "b.txt:1" in refusal(tmp_path / "out", lines, tmp_path / "b.txt")
     with pack.locked(tmp_path / "out"):
         assert "another pack writes into" in refusal(tmp_path / "out", lines)
     assert all_files(tmp_path / "out") == before
+    (tmp_path / "out" / "train_000007.bin").write_bytes(b"somebody's")
+    assert "train_000007.bin, which no pack wrote" in refusal(tmp_path / "out", lines)
+    assert all_files(tmp_path / "out") == before | {"train_000007.bin": b"somebody's"}
 
 
 class Kill(BaseException):
@@ -348,34 +301,14 @@ def test_an_interrupt_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch, 
     assert capfd.readouterr().err == "data/pack.py: stopped; the same command starts again\n"
 
 
-# -----------------------------------------------------------------------------
-# data/shards.py
-SPLIT = {"tokens": 5, "bytes": 4, "sha256": {}}
-MANIFESTS = [
-    *("[]", "{}", "null", "no json", "[" * 100_000),
-    *(
-        json.dumps({"encoding": "bytes", "train": train, "val": SPLIT})
-        for train in (
-            [],
-            {**SPLIT, "sha256": None},
-            {**SPLIT, "sha256": "abc"},
-            {**SPLIT, "sha256": {"train_1.bin": None}},
-            {**SPLIT, "sha256": {"train_1.bin": "5b"}},
-            {**SPLIT, "sha256": {"../a.bin": "0" * 64}},
-            {**SPLIT, "tokens": "5"},
-        )
-    ),
-]
+# ---- data/shards.py ------------------------------------------------------------------------------
+def manifest_of(sums):
+    splits = {"train": {"sha256": sums}, "val": {"sha256": {}}}
+    return json.dumps({"encoding": "bytes", **splits})
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=range(len(MANIFESTS)))
-def test_fault_14_a_damaged_manifest_is_refused(tmp_path, manifest):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "manifest.json").write_text(manifest)
-    (tmp_path / "a.txt").write_text("some text")
-    assert "manifest.json is damaged" in refusal(out, tmp_path / "a.txt")
-    assert (out / "manifest.json").read_text() == manifest
+SUMS = [None, "abc", {"a.bin": None}, {"a.bin": "5b"}, {"../a.bin": "0" * 64}]
+MANIFESTS = ["[]", "{}", "null", "no json", "[" * 100_000, *map(manifest_of, SUMS)]
 
 
 def flip(content):
@@ -385,7 +318,7 @@ def flip(content):
 
 CHANGES = {  # of a packed folder: name of the file, its new content from a shard's, what is said
     "a token": ("train_000001.bin", flip, "has sha256 .* instead of"),
-    "cut off": ("val_000000.bin", lambda shard: shard[:-2], "val_000000.bin is damaged: "),
+    "cut off": ("val_000000.bin", lambda shard: shard[:-2], "val_000000.bin is damaged, or"),
     "missing": ("train_000002.bin", lambda shard: None, "cannot read .*train_000002.bin"),
     "unlisted": ("train_000009.bin", flip, "is not listed in "),
     "no manifest": ("manifest.json", lambda shard: None, "manifest.json does not exist"),
