@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import zlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -60,52 +59,33 @@ def common_state(loaders):
 
 @settings(deadline=None, max_examples=60, suppress_health_check=IN_ONE_FOLDER)
 @given(
-    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=5),
-    batch_size=st.sampled_from([12, 24]),
+    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=5),
     T=st.integers(1, 9),
-    rounds=st.integers(1, 3),
-)
-def test_the_batches_of_all_ranks_are_the_stream(tmp_path, sizes, batch_size, T, rounds):
-    """For every number of ranks. At its end the stream starts again, even within a step."""
-    stream = np.arange(sum(sizes))
-    pattern = fresh_shards(tmp_path, np.split(stream, np.cumsum(sizes)[:-1]))
-    window = batch_size * T
-    steps = max(2, rounds * len(stream) // window)
-    endless = np.tile(stream, 1 + (steps * window + 1) // len(stream))
-    states = []
-    for world_size in (1, 2, 3, 4, 6):
-        loaders = open_ranks(pattern, batch_size, T, world_size)
-        for step in range(steps):
-            inputs, targets = next_window(loaders)
-            expected = endless[step * window : (step + 1) * window + 1]
-            assert (inputs == expected[:-1]).all() and (targets == expected[1:]).all()
-        states.append(common_state(loaders))
-    assert states[0]["position"] == steps * window
-    assert all(state == states[0] for state in states)
-
-
-@settings(deadline=None, max_examples=40, suppress_health_check=IN_ONE_FOLDER)
-@given(
-    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     runs=st.lists(
-        st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([12, 24]), st.integers(0, 12)),
+        st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([12, 24]), st.integers(0, 12)),
         min_size=1,
         max_size=4,
     ),
 )
-def test_a_restored_position_goes_on_with_any_world_and_batch_size(tmp_path, sizes, runs):
-    """Each run continues where the previous one stopped: no token is lost or repeated."""
-    T, stream = 3, np.arange(sum(sizes))
+def test_the_batches_of_all_ranks_are_the_stream(tmp_path, sizes, T, runs):
+    """Each run continues where the previous one stopped, with any number of ranks and batch size.
+
+    At its end the stream starts again, even within a step.
+    """
+    stream = np.arange(sum(sizes))
     pattern = fresh_shards(tmp_path, np.split(stream, np.cumsum(sizes)[:-1]))
-    state, seen = None, []
+    state, position = None, 0
     for world_size, batch_size, steps in runs:
         loaders = open_ranks(pattern, batch_size, T, world_size, state)
-        seen += [next_window(loaders)[0] for _ in range(steps)]
+        for _ in range(steps):
+            inputs, targets = next_window(loaders)
+            expected = np.arange(position, position + batch_size * T + 1) % len(stream)
+            assert (inputs == expected[:-1]).all() and (targets == expected[1:]).all()
+            position += batch_size * T
         state = common_state(loaders)
-    seen = np.concatenate(seen) if seen else np.empty(0)
-    assert (seen == np.resize(stream, len(seen))).all() and state["position"] == len(seen)
+        assert state["position"] == position
     whole = open_ranks(pattern, 1, T, 1)
-    for _ in range(len(seen) // T):
+    for _ in range(position // T):
         whole[0].next_batch()
     assert common_state(whole) == state
 
@@ -130,9 +110,6 @@ def test_the_hash_depends_on_every_token_and_on_the_order(tmp_path):
     others = [data_hash(np.where(np.arange(41) == i, 99, stream)) for i in range(41)]
     assert len({data_hash(stream), data_hash(swapped), *others}) == 43
     assert data_hash(np.zeros(41)) != "0" * 12
-    sums = [zlib.crc32(stream[i : i + 6].astype("<u2")) for i in range(0, 40, 5)]
-    total = sum((2 * place + 1) * crc for place, crc in enumerate(sums))
-    assert data_hash(stream) == f"{total % 2**48:012x}"
     # a golden value, so that the logs of different versions can be compared
     assert data_hash(stream) == "0026d143b4b5"
 
@@ -278,14 +255,6 @@ def test_unusable_data_are_rejected(phrase, spoil, tmp_path):
         DistributedDataLoader(pattern, 6, 4, 0, 3, CPU)
 
 
-def test_a_batch_may_span_many_shards_in_the_order_of_their_names(tmp_path):
-    stream = np.arange(240)
-    loader = open_ranks(fresh_shards(tmp_path, np.split(stream, 120)), 2, 110, 1)[0]
-    order = sorted(range(120), key=str)  # s_0, s_1, s_10, s_100, ...
-    stream = stream.reshape(120, 2)[order].ravel()
-    assert (loader.next_batch()[0].numpy().ravel() == stream[:220]).all()
-
-
 def with_old_time(change):
     """Return a function that changes a file but restores its modification time."""
 
@@ -312,48 +281,32 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_shard_that_changes_in_use_ends_the_run(tmp_path, change):
+    """Unless only its metadata change."""
     stream = np.arange(20000)
     pattern = fresh_shards(tmp_path, np.split(stream, 4))
     loader = open_ranks(pattern, 2, 50, 1)[0]
-    seen = [loader.next_batch()[0].numpy().ravel()]
-    CHANGES[change](tmp_path / "s_1.bin")
-    phrase = r"s_1\.bin (changed while in use|is not a complete shard|is not a file)"
-    with pytest.raises(UserError, match=phrase):
-        while len(seen) < 400:
-            seen.append(loader.next_batch()[0].numpy().ravel())
-    seen = np.concatenate(seen)
-    assert len(seen) <= 5000 and (seen == stream[: len(seen)]).all()
-
-
-def test_a_change_of_a_shards_metadata_ends_no_run(tmp_path):
-    stream = np.arange(20000)
-    pattern = fresh_shards(tmp_path, np.split(stream, 4))
-    loader = open_ranks(pattern, 2, 50, 1)[0]
-    seen = [loader.next_batch()[0].numpy().ravel()]
     path = tmp_path / "s_1.bin"
-    path.chmod(0o444)
+    path.chmod(0o600)
     os.link(path, path.with_suffix(".link"))
     path.rename(path.with_suffix(".x")).rename(path)
-    seen += [loader.next_batch()[0].numpy().ravel() for _ in range(199)]
-    assert (np.concatenate(seen) == stream).all()
+    seen = [loader.next_batch()[0].numpy().ravel() for _ in range(60)]  # reads 1,000 tokens of it
+    assert (np.concatenate(seen) == stream[:6000]).all()
+    CHANGES[change](path)
+    phrase = r"s_1\.bin (changed while in use|is not a complete shard|is not a file)"
+    with pytest.raises(UserError, match=phrase):
+        loader.next_batch()
 
 
 def test_an_id_beyond_the_vocabulary_never_reaches_the_device(tmp_path):
     """The first tokens of each shard are checked at once, the others when they are read."""
     stream = np.arange(121_000) % 70
     stream[115_000] = 70
-    late = fresh_shards(tmp_path / "late", np.split(stream, [1000]))
-    loader = DistributedDataLoader(late, 1, 1000, 0, 1, CPU, vocab_size=70)
-    steps = 0
+    pattern = fresh_shards(tmp_path, np.split(stream, [1000]))
+    loader = DistributedDataLoader(pattern, 1, 1000, 0, 1, CPU, vocab_size=70)
+    for _ in range(114):
+        assert loader.next_batch()[1].max() < 70
     with pytest.raises(UserError, match=r"s_1\.bin holds token 70, but vocab_size=70"):
-        while steps < 120:
-            assert loader.next_batch()[1].max() < 70
-            steps += 1
-    assert steps == 114
-    early = fresh_shards(tmp_path / "early", np.split(stream[114_000:], [500]))
-    with pytest.raises(UserError, match=r"s_1\.bin holds token 70, but vocab_size=70"):
-        DistributedDataLoader(early, 1, 10, 0, 1, CPU, vocab_size=70)
-    assert DistributedDataLoader(early, 1, 10, 0, 1, CPU, vocab_size=71).total_tokens == 7000
+        loader.next_batch()
 
 
 # ---- Shuffled sequences --------------------------------------------------------------------------

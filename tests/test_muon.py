@@ -3,10 +3,8 @@
 import copy
 import math
 import pickle
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt2
-from train_gpt2 import Hyperparameters, Muon, zeropower_via_newtonschulz5
+from train_gpt2 import Muon, zeropower_via_newtonschulz5
 
 # Six have the same shape. A parameter with four dimensions counts as a matrix.
 SHAPES = [(16, 16), (64, 16), (16, 64), (8, 8), (4, 24), (3, 1), (1, 5), (6, 2, 3, 1)]
@@ -64,43 +62,35 @@ def test_gram_is_the_product_with_the_transpose(shape):
 
 
 @both_dtypes
-@pytest.mark.parametrize("scale", [1e-3, 1e10, 1e30])
-def test_the_scale_of_the_input_does_not_matter(scale, dtype):
+@pytest.mark.parametrize("shape", [(24, 40), (40, 8), (2, 8, 40)])
+def test_the_scale_of_the_input_does_not_matter(shape, dtype):
+    """Unless it is so small that the result may be smaller."""
     torch.manual_seed(0)
-    G = torch.randn(24, 40)
+    products = getattr(torch, dtype)
     for given in (torch.float32, torch.bfloat16):
-        out = zeropower_via_newtonschulz5((G * scale).to(given), getattr(torch, dtype))
-        expected = zeropower_via_newtonschulz5(G.to(given), getattr(torch, dtype))
-        torch.testing.assert_close(out, expected, rtol=0.05, atol=0.02)
-
-
-@both_dtypes
-def test_extreme_inputs_stay_finite(dtype):
-    orthogonalized = partial(zeropower_via_newtonschulz5, dtype=getattr(torch, dtype))
-    for shape in [(8, 12), (8, 40), (40, 8), (2, 8, 40)]:
-        assert not orthogonalized(torch.zeros(shape)).any()
-        for value in (1e-45, 1e-30, 1e30, 3e38):
-            out = orthogonalized(torch.full(shape, value))
-            assert out.isfinite().all() and out.abs().max() < 1.3, (shape, value)
+        G = torch.randn(shape).to(given)
+        expected = zeropower_via_newtonschulz5(G, products)
+        for scale in (1e-3, 1e10, 1e30):
+            out = zeropower_via_newtonschulz5(G * scale, products)
+            torch.testing.assert_close(out, expected, rtol=0.05, atol=0.02)
+    assert not zeropower_via_newtonschulz5(torch.zeros(shape), products).any()
+    for value in (1e-45, 1e-30, 3e38):
+        out = zeropower_via_newtonschulz5(torch.full(shape, value), products)
+        assert out.isfinite().all() and out.abs().max() < 1.3, value
 
 
 def spectra(m, n):
     """Return difficult matrices: of low rank, or with quickly falling singular values."""
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(*shape):
-        return torch.randn(shape, generator=generator)
-
-    low = randn(m, 8) @ randn(8, n)
-    U, V = torch.linalg.qr(randn(m, m))[0], torch.linalg.qr(randn(n, m))[0]
+    torch.manual_seed(0)
+    low = torch.randn(m, 8) @ torch.randn(8, n)
+    U, V = (torch.linalg.qr(torch.randn(size, m))[0] for size in (m, n))
     falling = torch.arange(1.0, m + 1)
     return {
-        "random": randn(m, n),
+        "rank 1": torch.outer(torch.randn(m), torch.randn(n)),
         "rank 8": low,
-        "rank 8 and noise": low + 0.01 * randn(m, n),
+        "rank 8 and noise": low + 0.01 * torch.randn(m, n),
         "1/k": U @ torch.diag(1 / falling) @ V.T,
         "1/k^2": U @ torch.diag(1 / falling**2) @ V.T,
-        "rank 1": torch.outer(randn(m), randn(n)),
     }
 
 
@@ -164,22 +154,14 @@ def three_steps(rank, world_size, dtype, skip=()):
     """Take three steps without the gradients numbered `skip`; return what the rank then holds."""
     params = make_parameters()
     muon = Muon(params, 0.02, weight_decay=0.1, dtype=dtype, rank=rank, world_size=world_size)
-    seen = []
-
-    def counted(G, *options):
-        seen.extend(G if G.ndim == 3 else [G])
-        return zeropower_via_newtonschulz5(G, *options)
-
-    with mock.patch.object(train_gpt2, "zeropower_via_newtonschulz5", counted):
-        for step in range(3):
-            set_gradients(params, step, skip)
-            spoil_gradients_of_others(muon)
-            muon.step()
+    for step in range(3):
+        set_gradients(params, step, skip)
+        spoil_gradients_of_others(muon)
+        muon.step()
     gathered = muon.full_state_dict()["state"]
     return SimpleNamespace(
         values=[p.detach() for p in params],
         gathered=[gathered[i]["momentum_buffer"] for i in range(len(params))],
-        orthogonalized=len(seen),
         momenta=[i for i, p in enumerate(params) if p in muon.state],
         owned=[i for i, p in enumerate(params) if muon.owner[p] == rank and i not in skip],
     )
@@ -197,26 +179,19 @@ def cases(rank, world_size):
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_every_world_size_gives_the_same_bits(world_size, tmp_path):
     ranks = run_ranks(cases, world_size, tmp_path / "ranks")
     for case, alone in cases(0, 1).items():
+        for i, (value, initial) in enumerate(zip(alone.values, make_parameters())):
+            assert torch.equal(value, initial) == (i in case[1]), case
         of_ranks = [results[case] for results in ranks]
         for result in of_ranks:
             assert all(map(torch.equal, result.values, alone.values)), case
             assert all(map(torch.equal, result.gathered, alone.gathered)), case
-            # Only the owner of a matrix holds its momentum and orthogonalizes it.
-            assert result.momenta == result.owned
-            assert result.orthogonalized == 3 * len(result.owned)
+            assert result.momenta == result.owned, "momentum is only on its owner"
         owned = [i for result in of_ranks for i in result.owned]
         assert sorted(owned) == [i for i in range(len(SHAPES)) if i not in case[1]]
-
-
-@pytest.mark.parametrize("skip", SKIPS)
-def test_a_missing_gradient_leaves_the_parameter_alone(skip):
-    after = three_steps(0, 1, torch.float32, skip).values
-    for i, (value, initial) in enumerate(zip(after, make_parameters())):
-        assert torch.equal(value, initial) == (i in skip)
 
 
 def test_a_gradient_may_come_and_go():
@@ -292,21 +267,6 @@ def test_the_docstrings_learning_rate_makes_it_keller_jordans_muon(shape):
     assert 0.7 * lr < change < 1.25 * lr
 
 
-def test_a_step_may_compute_the_loss():
-    params = make_parameters([(8, 8), (8, 4)])
-    muon = Muon(params, lr=0.02)
-
-    def closure():
-        muon.zero_grad()
-        loss = (params[0] @ params[1]).square().mean()
-        loss.backward()
-        return loss
-
-    losses = [muon.step(closure).item() for _ in range(20)]
-    assert losses[-1] < 0.9 * losses[0]
-    assert muon.step() is None
-
-
 # ---- Groups and the distribution of work ---------------------------------------------------------
 def steps_in_groups(rank, world_size):
     """Three groups, the last one added later, each with its own learning rate."""
@@ -336,13 +296,10 @@ def test_groups_have_their_own_settings(world_size, tmp_path):
         assert min(loads) > 0
 
 
-def on_meta(shapes):
-    return [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-
-
-@pytest.mark.parametrize("n_layer, C", [(12, 768), (24, 1024), (48, 1600), (10, 768), (13, 768)])
+@pytest.mark.parametrize("n_layer, C", [(12, 768), (48, 1600), (13, 768)])
 def test_ranks_share_the_cost_as_well_as_possible(n_layer, C):
-    params = on_meta(([(C, C)] * 4 + [(4 * C, C), (C, 4 * C)]) * n_layer)
+    shapes = ([(C, C)] * 4 + [(4 * C, C), (C, 4 * C)]) * n_layer
+    params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
     for ranks in range(2, 17):
         muons = [Muon(params, lr=0.1, rank=rank, world_size=ranks) for rank in (0, ranks - 1)]
         assert muons[0].owner == muons[1].owner and set(muons[0].owner) == set(params)
@@ -361,21 +318,6 @@ def test_the_cost_of_a_matrix_is_what_newton_schulz_multiplies(shape):
     assert counter.get_total_flops() == 2 * train_gpt2.matrix_cost(torch.empty(shape))
 
 
-def test_the_most_expensive_matrices_are_sent_first(monkeypatch):
-    """Each bucket has as many matrices as there are ranks."""
-    sent = []
-
-    def all_reduce(buffer, async_op):
-        sent.append(buffer.numel())
-        return SimpleNamespace(wait=lambda: None)
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    params = make_parameters([(8, 8), (8, 16), (64, 8), (8, 8)])
-    set_gradients(params, 0)
-    Muon(params, lr=0.1, world_size=2).step()
-    assert sent == [64 * 8 + 8 * 16, 2 * 8 * 8]
-
-
 # ---- State ---------------------------------------------------------------------------------------
 def two_halves(rank, world_size, saved=None):
     """Take two steps, or two more from a saved state; return the parameters and the full state."""
@@ -388,49 +330,22 @@ def two_halves(rank, world_size, saved=None):
     for step in range(2):
         set_gradients(params, 2 * bool(saved) + step, skip=(2,))
         muon.step()
-    owned = {p for p, owner in muon.owner.items() if owner == rank}
-    assert set(muon.state) <= owned, "momentum is only on its owner"
+    assert all(muon.owner[p] == rank for p in muon.state), "momentum is only on its owner"
     return [p.detach().clone() for p in params], muon.full_state_dict()
 
 
 def test_state_continues_at_any_world_size(tmp_path):
-    sizes = (1, 3, 8)
-    first = {w: run_ranks(two_halves, w, tmp_path / f"a{w}")[0] for w in sizes}
+    first = {w: run_ranks(two_halves, w, tmp_path / f"a{w}")[0] for w in (1, 3, 8)}
     params, state = two_halves(0, 1, first[1])
     momenta = {i: momentum["momentum_buffer"] for i, momentum in state["state"].items()}
     assert [i for i, momentum in momenta.items() if not momentum.any()] == [2]
-    for before, after in [(1, 1), (1, 3), (3, 1), (3, 8), (8, 3), (3, 3)]:
+    for before, after in [(1, 1), (1, 3), (3, 8), (8, 1)]:
         folder = tmp_path / f"b{before}{after}"
         for values, gathered in run_ranks(two_halves, after, folder, first[before]):
             assert all(map(torch.equal, values, params))
             assert gathered["param_groups"] == state["param_groups"]
             for i, momentum in momenta.items():
                 assert torch.equal(gathered["state"][i]["momentum_buffer"], momentum)
-
-
-def validation_error(rank, world_size, settings, spoiled):
-    """Return the error of a validation if some ranks hold a weight that differs in its last bit."""
-    args = Hyperparameters(**settings)
-    torch.manual_seed(0)
-    gpt = train_gpt2.GPT(args)
-    if rank in spoiled:
-        weight = gpt.h[1].mlp.c_fc.weight.data
-        weight[3, 3] = torch.nextafter(weight[3, 3], torch.tensor(9.0))
-    log = train_gpt2.Log(args, "one", rank)
-    loaders = train_gpt2.open_data(args, rank, world_size, torch.device("cpu"))
-    try:
-        train_gpt2.validate(0, args, log, gpt, *loaders, lambda: None)
-    except train_gpt2.UserError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("spoiled", [(), (2,), (0, 1)])
-def test_one_weight_of_one_rank_is_noticed(spoiled, tiny, tmp_path):
-    for error in run_ranks(validation_error, 3, tmp_path / "ranks", tiny, spoiled):
-        if spoiled:
-            assert error.startswith("the ranks differ in the checksum of their weights")
-        else:
-            assert error is None
 
 
 # ---- Use in other projects -----------------------------------------------------------------------
@@ -451,15 +366,19 @@ def test_the_section_alone_trains_another_network(dtype):
     adamw = torch.optim.AdamW(others, lr=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(muon, 1.0, 0.1, 40)
     images, labels = torch.randn(64, 1, 6, 6), torch.randint(4, (64,))
-    losses = []
-    for _ in range(40):
+
+    def closure():
+        model.zero_grad()
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
-        for optimizer in (muon, adamw):
-            optimizer.step()
-            optimizer.zero_grad()
+        return loss
+
+    losses = []
+    for _ in range(40):
+        losses.append(muon.step(closure).item())
+        adamw.step()
         schedule.step()
-        losses.append(loss.item())
+    assert muon.step() is None
     assert losses[0] > 1.2 and losses[-1] < 0.1
     assert muon.param_groups[0]["lr"] == pytest.approx(0.0005)
 

@@ -1,30 +1,25 @@
-"""Time Muon's step against torch.optim.Muon and against an earlier commit.
+"""Time Muon's step against that of torch.optim.Muon.
 
     python tests/bench/bench_muon.py                        # one process, all cores
     python tests/bench/bench_muon.py --processes=2          # two ranks with one thread each
-    python tests/bench/bench_muon.py --before=c1b9612       # also Muon as it was at that commit
 
-Every contender has its own processes. They take turns, and each ratio is of two turns of the same
-round. A turn is five steps of a small set, so that caches are as warm as they are in training, or
-one step of GPT-2 124M. torch.optim.Muon is not distributed: each of its ranks updates all matrices.
-It always multiplies in bfloat16. On a CPU without bfloat16 instructions a turn is one step, and
+Both have their own processes. They take turns, and each ratio is of two turns of the same round. A
+turn is five steps of a small set, so that caches are as warm as they are in training, or one step
+of GPT-2 124M. torch.optim.Muon is not distributed: each of its ranks updates all matrices. It
+always multiplies in bfloat16. On a CPU without bfloat16 instructions a turn is one step, and
 torch.optim.Muon is left out for GPT-2 124M, where it would need minutes for one.
 """
 
 import argparse
-import importlib.util
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from bench_step import Team
 
-ROOT = Path(__file__).resolve().parents[2]
+import train_gpt2
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIBRARY = "torch.optim.Muon"
 
@@ -38,25 +33,6 @@ SETS = {
     "4 layers x 256": gpt2_shapes(4, 256),
     "GPT-2 124M": gpt2_shapes(12, 768),
 }
-
-
-def script_at(commit, folder):
-    """Write train_gpt2.py as of a commit, or the current one, to folder; return its path."""
-    path = Path(folder) / f"train_gpt2_{commit or 'now'}.py"
-    if commit:
-        git = ["git", "-C", str(ROOT), "show", f"{commit}:train_gpt2.py"]
-        path.write_bytes(subprocess.run(git, check=True, capture_output=True).stdout)
-    else:
-        path.write_bytes((ROOT / "train_gpt2.py").read_bytes())
-    return path
-
-
-def load_script(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = script
-    spec.loader.exec_module(script)
-    return script
 
 
 def random_parameters(shapes):
@@ -79,19 +55,15 @@ def seconds_of_step(optimizer):
     return time.perf_counter() - start
 
 
-def take_steps(pipe, rank, world_size, folder, script, dtype, shapes):
-    """Answer each number of steps with the mean seconds of one.
-
-    script: path of the train_gpt2.py to take Muon from, or None for torch.optim.Muon.
-    """
+def take_steps(pipe, rank, world_size, folder, name, dtype, shapes):
+    """Answer each number of steps with the mean seconds of one."""
     if world_size > 1:
         torch.set_num_threads(1)
     params = random_parameters(shapes)
-    if script is None:
+    if name == LIBRARY:
         optimizer = torch.optim.Muon(params, lr=1e-4, weight_decay=0.0)
     else:
-        muon = load_script(script).Muon
-        optimizer = muon(params, lr=1e-4, rank=rank, world_size=world_size, dtype=dtype)
+        optimizer = train_gpt2.Muon(params, lr=1e-4, rank=rank, world_size=world_size, dtype=dtype)
     if world_size > 1:
         meeting = f"file://{folder}/rendezvous"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
@@ -102,8 +74,8 @@ def take_steps(pipe, rank, world_size, folder, script, dtype, shapes):
         pipe.send(sum(seconds_of_step(optimizer) for _ in range(steps)) / steps)
 
 
-def compare(title, shapes, scripts, dtype, rounds, world_size):
-    """Print a table of the contenders for one set of matrices."""
+def compare(title, shapes, dtype, rounds, world_size):
+    """Print a table for one set of matrices."""
     has_bf16 = dtype == torch.bfloat16
     small = sum(m * n for m, n in shapes) < 2**23
     steps = 5 if small and has_bf16 else 1
@@ -113,12 +85,12 @@ def compare(title, shapes, scripts, dtype, rounds, world_size):
         f"of {steps} step(s); matmuls in {dtype}, {LIBRARY}'s in torch.bfloat16"
     )
     print(f"{'':18s} {'median ms':>10s} {'range':>19s} {'/ ours':>8s} {'range':>13s}")
+    names = ["ours", LIBRARY]
+    if not small and not has_bf16:
+        print(f"{names.pop()} is left out: a step would take minutes")
     teams = {}
-    for name, script in scripts.items():
-        if script is None and not small and not has_bf16:
-            print(f"{name:18s} left out: a step would take minutes")
-            continue
-        teams[name] = Team(take_steps, world_size, script, dtype, shapes)
+    for name in names:
+        teams[name] = Team(take_steps, world_size, name, dtype, shapes)
         teams[name].hear()
     times = {name: [] for name in teams}
     for _ in range(rounds):
@@ -141,17 +113,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=SETS, help="one of the sets of matrices")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--before", metavar="COMMIT", help="a commit to compare with")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        scripts = {"ours": script_at(None, folder), LIBRARY: None}
-        if options.before:
-            scripts[options.before] = script_at(options.before, folder)
-        script = load_script(scripts["ours"])
-        dtype = script.product_dtype(script.Hyperparameters(), DEVICE)
-        for title, shapes in SETS.items():
-            if options.only in (None, title):
-                compare(title, shapes, scripts, dtype, options.rounds, options.processes)
+    dtype = train_gpt2.product_dtype(train_gpt2.Hyperparameters(), DEVICE)
+    for title, shapes in SETS.items():
+        if options.only in (None, title):
+            compare(title, shapes, dtype, options.rounds, options.processes)
 
 
 if __name__ == "__main__":

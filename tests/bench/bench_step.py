@@ -3,15 +3,13 @@
 Compares the script's step with the plain step of tests/plain.py, or with each named lever of
 tests/bench/levers.py; `all` names those that can run here. Each side has a process of its own. In
 every round both take a few steps, in random order, so that a drifting machine slows both. The
-fields are Hyperparameters, and
-
-    --rounds=9 --steps=3    number of rounds, and of steps in each
-    --cold=False            True: start with an empty compiler cache
+fields are Hyperparameters. --rounds=9 and --steps=3 set the number of rounds, and of steps in each.
 
 The tokens are random. A ratio is to the script's step of the same round: its median, minimum and
 maximum. The loss is that of the last training step. Run nothing beside it.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import multiprocessing
@@ -29,17 +27,18 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "records/tools", "tests", "tests/bench")]
+import plain  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+from levers import ENVIRONMENT, LEVERS, NEED_CUDA  # noqa: E402
+from runlog import PEAK_FLOPS, flops_per_token  # noqa: E402
 
-SETTINGS = {
-    "n_layer": 4,
-    "n_head": 2,
-    "n_embd": 256,
-    "vocab_size": 50304,
-    "batch_size": 16,
-    "device_batch_size": 16,
-    "sequence_length": 256,
-}
-OPTIONS = {"rounds": 9, "steps": 3, "cold": False}
+import train_gpt2  # noqa: E402
+
+SETTINGS = [
+    "--n_layer=4", "--n_head=2", "--n_embd=256", "--vocab_size=50304",
+    "--batch_size=16", "--device_batch_size=16", "--sequence_length=256",
+]  # fmt: skip
 
 
 # ---- Processes that take turns ------------------------------------------------------------------
@@ -56,8 +55,8 @@ class Team:
         self.pipes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            given = (function, theirs, rank, world_size, self.folder.name, *arguments)
-            process = context.Process(target=answer, args=given, daemon=True)
+            given = theirs, rank, world_size, self.folder.name, *arguments
+            process = context.Process(target=function, args=given, daemon=True)
             with mock.patch.dict(os.environ, environment):
                 process.start()
             theirs.close()  # so that the end of the process is noticed
@@ -65,15 +64,8 @@ class Team:
             self.pipes.append(ours)
 
     def hear(self):
-        """Return the next answers of all ranks. Raises RuntimeError if one of them failed."""
-        try:
-            answers = [pipe.recv() for pipe in self.pipes]
-        except EOFError:
-            raise RuntimeError("its process was killed") from None
-        for failure in answers:
-            if isinstance(failure, RuntimeError):
-                raise failure
-        return answers
+        """Return the next answers of all ranks. Raises EOFError if one of them failed."""
+        return [pipe.recv() for pipe in self.pipes]
 
     def ask(self, request):
         for pipe in self.pipes:
@@ -87,102 +79,77 @@ class Team:
         self.folder.cleanup()
 
 
-def answer(function, pipe, *arguments):
-    """Call a function of a Team in its process; send an error as a RuntimeError of one line."""
-    try:
-        function(pipe, *arguments)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        pipe.send(RuntimeError(text.splitlines()[0][:150]))
-
-
 # ---- A side, in its own process -----------------------------------------------------------------
-def tokens_of(args, rank, world_size, device):
-    """Yield this rank's inputs and targets, the same random ones every time."""
-    import torch
-
+def tokens_of(args, device):
+    """Return the inputs and targets of a step, the same random ones every time."""
     B, T = args.batch_size, args.sequence_length
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(args.vocab_size, (B * T + 1,), generator=generator).to(device)
-    inputs, targets = tokens[:-1].view(B, T), tokens[1:].view(B, T)
-    part = slice(rank * B // world_size, (rank + 1) * B // world_size)
-    while True:
-        yield inputs[part], targets[part]
+    return tokens[:-1].view(B, T), tokens[1:].view(B, T)
 
 
-def attention_of(run):
-    """Return a context in which only the attention kernel of a lever may run."""
-    from torch.nn.attention import sdpa_kernel
-
-    return sdpa_kernel(run.attention) if run.attention else contextlib.nullcontext()
-
-
-def prepare_plain(run, gpt, args, dtype):
-    """Return (model, warm_up, step) of tests/plain.py, with the weights of gpt."""
-    import plain
-
+def prepare_plain(run, gpt, args):
+    """Return (warm_up, step) of tests/plain.py, with the weights of gpt."""
     if args.max_ngram or args.key_shift or args.logit_softcap:
         raise ValueError("the plain model has no n-grams, key shift or soft-cap: set them to 0")
     model = plain.PlainGPT(args).to(gpt.lm_head.weight.device)
     model.load_state_dict(gpt.state_dict())
-    optimizers = plain.plain_optimizers(model, args, dtype)
+    optimizers = plain.plain_optimizers(model, args, gpt.dtype)
+    size = args.device_batch_size
 
-    def warm_up(batches):
+    def warm_up(inputs, targets):
         if run.plain_compiled:
             model.compile(dynamic=False)
 
     def step(inputs, targets):
-        return plain.plain_step(model, optimizers, inputs, targets, dtype, args.device_batch_size)
+        return plain.plain_step(model, optimizers, inputs, targets, gpt.dtype, size)
 
-    return model, warm_up, step
+    return warm_up, step
 
 
-def prepare_script(train_gpt2, gpt, args, rank, world_size):
-    """Return (model, warm_up, step) of train_gpt2.py, as a lever has left the module.
+def prepare_script(script, gpt, args):
+    """Return (warm_up, step) of a module train_gpt2, as a lever has left it.
 
     This sets PyTorch's global options as training does. The plain step keeps PyTorch's own.
     """
-    train_gpt2.configure_backend(args, gpt.lm_head.weight.device)
-    optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
+    script.configure_backend(args, gpt.lm_head.weight.device)
+    optimizers = script.build_optimizers(gpt, args, 0, 1)
 
-    def warm_up(batches):
-        inputs, targets = next(batches)
-        size = train_gpt2.micro_batch_size(len(inputs), args.device_batch_size)
+    def warm_up(inputs, targets):
+        size = script.micro_batch_size(len(inputs), args.device_batch_size)
         batch = inputs[:size], targets[:size]
-        train_gpt2.warm_up(gpt, args, SimpleNamespace(next_batch=lambda: batch))
+        script.warm_up(gpt, args, SimpleNamespace(next_batch=lambda: batch))
 
     def step(inputs, targets):
-        loss, _ = train_gpt2.train_step(gpt, optimizers, inputs, targets, 1.0, args)
+        loss, _ = script.train_step(gpt, optimizers, inputs, targets, 1.0, args)
         return loss
 
-    return gpt, warm_up, step
+    return warm_up, step
+
+
+def prepare(script, lever, settings):
+    """Apply a lever to a module train_gpt2; return (run, gpt, args, warm_up, step)."""
+    run = SimpleNamespace(settings=settings, plain=False, plain_compiled=False)
+    run.attention = contextlib.nullcontext()
+    lever(script, run)
+    args = script.Hyperparameters(**run.settings)
+    _, _, device = script.join_processes(args)
+    torch.manual_seed(args.seed)
+    gpt = script.GPT(args, script.product_dtype(args, device)).to(device)
+    if run.plain:
+        return run, gpt, args, *prepare_plain(run, gpt, args)
+    return run, gpt, args, *prepare_script(script, gpt, args)
 
 
 def take_steps(pipe, rank, world_size, folder, name, settings):
     """Answer a number of steps with their mean seconds, and 0 with memory, graphs and loss."""
-    import torch
-    import torch._dynamo
-    from levers import LEVERS
-    from runlog import PEAK_FLOPS, flops_per_token
-
-    import train_gpt2
-
-    run = SimpleNamespace(settings=settings, attention=None, plain=False, plain_compiled=False)
-    LEVERS[name].change(train_gpt2, run)
-    args = train_gpt2.Hyperparameters(**run.settings)
-    _, _, device = train_gpt2.join_processes(args)
-    dtype = train_gpt2.product_dtype(args, device)
-    torch.manual_seed(args.seed)
-    gpt = train_gpt2.GPT(args, dtype).to(device)
-    if run.plain:
-        _, warm_up, step = prepare_plain(run, gpt, args, dtype)
-    else:
-        _, warm_up, step = prepare_script(train_gpt2, gpt, args, rank, world_size)
-    batches = tokens_of(args, rank, world_size, device)
-    with attention_of(run):
+    run, gpt, args, warm_up, step = prepare(train_gpt2, LEVERS[name], settings)
+    device = gpt.lm_head.weight.device
+    batch = tokens_of(args, device)
+    with run.attention:
         start = time.perf_counter()
-        warm_up(tokens_of(args, rank, world_size, device))
-        step(*next(batches)).item()
+        warm_up(*batch)
+        step(*batch).item()
         seconds = time.perf_counter() - start
         torch.cuda.empty_cache()  # does nothing without a GPU
         device_name = train_gpt2.device_name(device)
@@ -191,10 +158,10 @@ def take_steps(pipe, rank, world_size, folder, name, settings):
         pipe.send(dict(start=seconds, machine=machine, flops=flops, peak_flops=peak_flops))
         while count := pipe.recv():
             if device.type == "cuda":
-                step(*next(batches)).item()  # takes back the memory that the other sides used
+                step(*batch).item()  # takes back the memory that the other side used
             start = time.perf_counter()
             for _ in range(count):
-                loss = step(*next(batches)).item()
+                loss = step(*batch).item()
             pipe.send((time.perf_counter() - start) / count)
             torch.cuda.empty_cache()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -207,41 +174,33 @@ def take_steps(pipe, rank, world_size, folder, name, settings):
 
 
 # ---- The table ----------------------------------------------------------------------------------
-def compare(lever, settings, options):
+def compare(lever, settings, rounds, steps):
     """Measure the script's step and a lever in turn, and print a table of the two."""
-    from levers import LEVERS
-
     sides = []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        try:
-            for each in LEVERS["script"], lever:
-                environment = dict(each.environment)
-                if options["cold"]:
-                    environment["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/{each.name}"
-                team = Team(take_steps, 1, each.name, settings, **environment)
-                sides.append(SimpleNamespace(name=each.name, team=team, seconds=[]))
-                sides[-1].figures = team.hear()[0]
-            for _ in range(options["rounds"]):
-                for side in random.sample(sides, 2):
-                    side.seconds.append(side.team.ask(options["steps"])[0])
-            for side in sides:
-                side.figures |= side.team.ask(0)[0]
-        except (RuntimeError, OSError) as error:
-            print(f"{lever.name:22s} failed: {error}", flush=True)
-        else:
-            print_table(sides, settings["batch_size"] * settings["sequence_length"])
+    try:
+        for name in "script", lever:
+            team = Team(take_steps, 1, name, settings, **ENVIRONMENT.get(name, {}))
+            sides.append(SimpleNamespace(name=name, team=team, seconds=[]))
+            sides[-1].figures = team.hear()[0]
+        for _ in range(rounds):
+            for side in random.sample(sides, 2):
+                side.seconds.append(side.team.ask(steps)[0])
         for side in sides:
-            side.team.end()
+            side.figures |= side.team.ask(0)[0]
+    except (EOFError, OSError):  # its own message is on stderr
+        print(f"{lever:22s} failed", flush=True)
+    else:
+        print_table(sides, settings["batch_size"] * settings["sequence_length"])
+    for side in sides:
+        side.team.end()
 
 
 def print_table(sides, tokens):
     """Print a row of figures for each side, and the seconds of its steps in each round."""
     script = sides[0]
     print(f"\n{script.figures['machine']}")
-    print(
-        "lever                   ms/step ratio (least..greatest)   MFU   peak MiB (ratio) reserved"
-        "  start s graphs    loss"
-    )
+    columns = "lever                   ms/step ratio (least..greatest)   MFU   peak MiB (ratio)"
+    print(f"{columns} reserved  start s graphs    loss")
     for side in sides:
         ms = 1000 * statistics.median(side.seconds)
         ratios = [b / a for a, b in zip(script.seconds, side.seconds)]
@@ -260,36 +219,29 @@ def print_table(sides, tokens):
         print(f"seconds {side.name}: {' '.join(f'{s:.4f}' for s in side.seconds)}", flush=True)
 
 
-def main(argv):
-    import torch
-    from levers import LEVERS
-
-    import train_gpt2
-
-    fields = [f"--{name}={value}" for name, value in SETTINGS.items()]
-    options, names = dict(OPTIONS), []
-    for argument in argv:
-        name, _, text = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--"):
-            names += LEVERS if argument == "all" else [argument]
-        elif name in OPTIONS:
-            options[name] = text == "True" if name == "cold" else int(text)
-        else:
-            fields.append(argument)
-    if unknown := [name for name in names if name not in LEVERS]:
-        sys.exit(f"{unknown} are no levers: give all, or some of {list(LEVERS)}")
-    args = train_gpt2.parse_args(fields)
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("levers", nargs="*", metavar="LEVER", help=", ".join(LEVERS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=3)
+    options, fields = parser.parse_known_args()
+    levers = LEVERS if "all" in options.levers else options.levers or ["plain"]
+    if unknown := set(levers) - set(LEVERS):
+        parser.error(f"{unknown} are no levers")
+    args = train_gpt2.parse_args([*SETTINGS, *fields])
     _, _, device = train_gpt2.join_processes(args)
-    products = str(train_gpt2.product_dtype(args, device))
+    products = train_gpt2.product_dtype(args, device)
     print(f"command: python {' '.join(sys.argv)}\n{args}\n{options}", flush=True)
     print(f"torch {torch.__version__}, {platform.platform()}, products in {products}")
-    for lever in [LEVERS[name] for name in names or ["plain"]]:
-        if lever.needs not in ("", device.type, products.removeprefix("torch.")):
-            print(f"{lever.name:22s} n/a: needs {lever.needs}", flush=True)
-        elif lever.name != "script":
-            compare(lever, dataclasses.asdict(args), options)
+    for name in levers:
+        if name in NEED_CUDA and device.type != "cuda":
+            print(f"{name:22s} n/a: needs cuda", flush=True)
+        elif name != "script":
+            compare(name, dataclasses.asdict(args), options.rounds, options.steps)
     print("done")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -15,11 +15,10 @@
 #      resume        killed and resumed: bit-identical?
 #   4  tests         pytest -m cuda
 #      levers        tests/bench/bench_step.py with LEVERS (names separated by commas; default: all).
-#                    COLD=True: with an empty compiler cache. Take several calls, and begin with
+#                    Take several calls, and begin with
 #                    LEVERS="coordinate descent,most kept,8 chunks,one product,flash attention,Muon compiled"
 #   5  run           RUN_STEPS steps of the default settings (default 360) and a picture. It needs the
 #                    whole limit: take LIMIT divided by the step_avg of default_warm
-#   6  plain_run     PLAIN_STEPS steps of the plain implementation, to compare with run at equal time
 # Without names: the parts of calls 1, 3 and 4. DATA: folder with *train_*.bin and *val_*.bin, or
 # .bin.xz (default data/fineweb10B). CACHE: the compiler's cache between calls (default
 # logs/gpu_cache). PYTHON: interpreter. DEVICE=cpu tries this script itself, with a tiny model.
@@ -27,7 +26,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: bash tests/bench/gpu_report.sh DIR [PART ...]}
 shift
-parts=" environment plan profile default nccl candidate plain muon tests resume levers run plain_run "
+parts=" environment plan profile default nccl candidate plain muon tests resume levers run "
 for part in "$@"; do
     [[ $parts == *" $part "* ]] || { echo "$part is not a part: give some of$parts" >&2; exit 1; }
 done
@@ -52,7 +51,7 @@ if [ "$device" = cpu ]; then # small enough to be tried in minutes
     default=("${data[@]}" --n_layer=2 --n_head=2 --n_embd=64 --sequence_length=64 --batch_size=16
         --device_batch_size=8 --val_tokens=4096)
     small=("${default[@]}") full=() side=() muon_set=(--only="4 layers x 128" --rounds=2)
-    many=6 few=3 rounds=2 SIDE_STEPS=6 RUN_STEPS=${RUN_STEPS:-40} PLAIN_STEPS=${PLAIN_STEPS:-20}
+    many=6 few=3 rounds=2 SIDE_STEPS=6 RUN_STEPS=${RUN_STEPS:-40}
 else
     default=("${data[@]}" --val_tokens=1048576)
     small=("${default[@]}" --batch_size=64 --device_batch_size=64 --n_layer=12 --n_head=6
@@ -137,14 +136,11 @@ levers() {
     local names
     IFS=, read -ra names <<<"${LEVERS:-all}"
     run_part levers "$python" tests/bench/bench_step.py "${names[@]}" "${small[@]}" \
-        --rounds="$rounds" --steps=4 --cold="${COLD:-False}"
+        --rounds="$rounds" --steps=4
 }
 run() {
     train run train_gpt2.py "${RUN_STEPS:-360}" "${default[@]}" --val_loss_every=40
     run_part picture "$python" records/tools/report.py "$out/run_log.txt" --picture="$out/run.png"
-}
-plain_run() {
-    train plain_run tests/bench/plain_run.py "${PLAIN_STEPS:-160}" "${default[@]}" --val_loss_every=40
 }
 
 for part in ${*:-environment plan profile default nccl plain muon resume tests levers}; do
