@@ -12,21 +12,21 @@ name is below --val_fraction. The name is a file's relative path, or the text of
 added documents do not move others between the splits. Of up to ten documents, the end is held out
 instead: a fraction of all tokens. The same happens if the hash would leave a split empty.
 
-The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json. `python
-data/shards.py DIR` verifies it. The shards of an earlier pack are replaced after all text has been
-tokenized. If a pack is killed while it replaces them, DIR/.pack remains and training
-refuses the folder: run the same command again. The disk needs room for twice the tokens. The memory
-holds up to two documents per core, or 2 MB of short ones, and 50 bytes for every document.
+The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json, which
+`python data/shards.py DIR` verifies. The shards of an earlier pack are replaced after all text has
+been tokenized. If a pack is killed while it replaces them, DIR/.pack remains and training refuses
+the folder: run the same command again. The disk needs room for twice the tokens. The memory holds
+two documents per core at a time, or 2 MB of short ones, and 50 bytes for every document.
 """
 
 import argparse
 import array
-import collections
 import contextlib
 import fcntl
 import fnmatch
 import gzip
 import hashlib
+import itertools
 import json
 import lzma
 import math
@@ -94,7 +94,7 @@ class Document:
     place: str  # file:line
     text: str
     name: str  # its hash decides whether the document is held out
-    fault: str = ""
+    fault: str
 
 
 def walk(folder, out):
@@ -208,43 +208,33 @@ def batches(documents):
 
 
 def encode_batch(batch, encoding):
-    """Return [(document, key, tokens)]: the hash of its name, and a uint16 array."""
-    encoded = []
+    """Return the tokens of each document, as uint16 arrays that begin with the end of text."""
+    arrays = []
     for document in batch:
-        if document.fault:
-            encoded.append((document, 0, None))
-            continue
-        digest = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
         tokens = encoding.encode_to_numpy(document.text, disallowed_special=()).astype(np.uint16)
-        tokens = np.insert(tokens, 0, encoding.eot_token)
-        encoded.append((document, int.from_bytes(digest[:4], "big"), tokens))
-    return encoded
+        arrays.append(np.insert(tokens, 0, encoding.eot_token))
+    return arrays
 
 
 def encode(documents, encoding):
-    """Yield encode_batch's results in order, from all cores: tiktoken releases the GIL."""
-    workers, waiting = os.cpu_count(), collections.deque()
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for batch in batches(documents):
-            waiting.append(pool.submit(encode_batch, batch, encoding))
-            if len(waiting) > 2 * workers:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    """Yield (document, tokens) in order. All cores share the work: tiktoken releases the GIL."""
+    waiting = batches(documents)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        while window := list(itertools.islice(waiting, 2 * os.cpu_count())):
+            arrays = pool.map(encode_batch, window, itertools.repeat(encoding))
+            for batch, arrays_of_batch in zip(window, arrays):
+                yield from zip(batch, arrays_of_batch)
 
 
 def tokenize(documents, encoding, file, skip_bad):
     """Write the tokens of all documents, one after the other, into a file.
 
-    Returns (tokens of each document, key of each document, all faults). Raises ValueError at the
-    first fault unless skip_bad is set.
+    Returns (tokens of each document, hash of each document's name, all faults). Raises ValueError
+    at the first fault unless skip_bad is set.
     """
     lengths, keys, faults = array.array("Q"), array.array("Q"), []
     progress = tqdm(unit=" tokens", unit_scale=True, disable=None)  # None: only on a terminal
-    for document, key, tokens in encode(documents, encoding):
+    for document, tokens in encode(documents, encoding):
         if document.fault:
             faults.append(f"{document.place} {document.fault}")
             if skip_bad:
@@ -253,8 +243,9 @@ def tokenize(documents, encoding, file, skip_bad):
                 f"{faults[0]}: correct it, give another --text_field, leave out the file with "
                 f"--exclude or all bad documents with --skip_bad"
             )
+        digest = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
         lengths.append(len(tokens))
-        keys.append(key)
+        keys.append(int.from_bytes(digest[:4], "big"))
         file.write(tokens)
         progress.update(len(tokens))
     progress.close()
