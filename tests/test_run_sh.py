@@ -17,9 +17,8 @@ case "$*" in
 *device_count*) echo $GPUS ;;
 *-c*) ;;
 *train_gpt2.py*)
-    trap 'echo saved; kill $!; exit 0' TERM
+    trap 'sleep 0.2; echo saved; kill $!; exit 0' TERM # to save takes a moment
     sleep ${SECONDS_OF_TRAINING:-0} >/dev/null 2>&1 & # if it is left behind, it holds no pipe open
-    [ "${SECONDS_OF_TRAINING:-0}" = 0 ] || sleep 0.2 # run.sh catches signals only now
     echo "$*"; echo "$RUN_COMMAND"
     wait
     exit ${STATUS:-0} ;;
