@@ -135,16 +135,17 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
     # As it stands, the CPU record ends with a sample. Signals are passed on to the training.
     script=${SCRIPT:-train_gpt2.py}
     [ "$gpus $#" = "0 0" ] || launch "$script" "$@"
+    signals=0
+    trap 'signals=$((signals + 1)); kill "${training:-}" 2>/dev/null || :' TERM HUP USR1
+    trap 'signals=$((signals + 1))' INT  # a terminal sends it to the training, too
     launch "$script" &
     training=$!
-    trap 'stopped=1; kill "$training" 2>/dev/null || :' TERM HUP USR1
-    trap stopped=1 INT  # a terminal sends it to the training, too
-    status=0
-    wait "$training" || status=$?
-    while kill -0 "$training" 2>/dev/null; do  # a signal ended the waiting
+    waits=none
+    while [ "$waits" != "$signals" ]; do  # a signal ends the waiting
+        waits=$signals
         status=0
         wait "$training" || status=$?
     done
-    [ "$status${stopped:-}" = 0 ] || exit "$status"
+    [ "$status$signals" = 00 ] || exit "$status"
     "$python" records/tools/sample.py "def " ;;
 esac

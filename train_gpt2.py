@@ -1584,6 +1584,15 @@ def join_processes(args):
     return 0, 1, device
 
 
+def leave_processes():
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        # The threads of gloo go on. Let them release the tensors of the last collective, or they
+        # may abort the process when the interpreter exits (seen with torch 2.13).
+        time.sleep(0.2)
+
+
 def choose_device(args):
     """Return the torch.device of this process. Raises UserError if args.device is not usable."""
     if args.device == "cpu":
@@ -1965,8 +1974,7 @@ def main(args, stop=None):
         val_loss = run(args, log, gpt, optimizers, train_loader, val_loader, stop)
     elif rank == 0:
         print(f"{log.path} is already finished; nothing to do: {result}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_processes()
     return val_loss
 
 

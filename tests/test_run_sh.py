@@ -17,7 +17,7 @@ case "$*" in
 *device_count*) echo $GPUS ;;
 *-c*) ;;
 *train_gpt2.py*)
-    trap 'sleep 0.2; echo saved; kill $!; exit 0' TERM # to save takes a moment
+    trap 'echo saved; kill $!; exit 0' TERM
     sleep ${SECONDS_OF_TRAINING:-0} >/dev/null 2>&1 & # if it is left behind, it holds no pipe open
     echo "$*"; echo "$RUN_COMMAND"
     wait

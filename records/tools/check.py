@@ -250,6 +250,5 @@ if __name__ == "__main__":
     faults = main(sys.argv[1:])
     if os.environ.get("RANK", "0") == "0" or not dist.is_initialized():
         print("\nto fix:\n  " + "\n  ".join(faults) if faults else "\nall is well")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    train_gpt2.leave_processes()
     sys.exit(1 if faults else 0)

@@ -161,8 +161,7 @@ def main(args, stop=None):
     if rank == 0:
         report(run, seconds, profiler)
         print(f"traces, for https://ui.perfetto.dev: {folder}", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    train_gpt2.leave_processes()
 
 
 if __name__ == "__main__":
