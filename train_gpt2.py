@@ -1928,13 +1928,13 @@ def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
     seconds = seconds_per_micro_batch * micro_batches
     seconds_left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
     log(f"about {seconds:.2g} s per step, {seconds_left} remaining")
-    stopped = None
+    failure = None
     try:
         val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop)
     except StopTraining as reason:
-        stopped = reason
-    if stopped is not None:
-        save_and_stop(stopped.failure, gpt, optimizers, train_loader, log, args)
+        failure = reason.failure
+    if failure is not None:
+        save_and_stop(failure, gpt, optimizers, train_loader, log, args)
         return None
     log.summary(args, train_loader, gpt, val_loss)
     return val_loss

@@ -766,7 +766,7 @@ def test_auto_sees_only_the_checkpoints_of_its_run(half, capsys):
 
 def test_two_runs_never_write_one_log(half):
     with open(f"{half['log_dir']}/half.txt") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         refused(r"another process is writing .*half\.txt", half, resume="auto", run_id="half")
 
 

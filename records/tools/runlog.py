@@ -162,7 +162,7 @@ def read_header(path, text):
     source or in settings that define a run: that would be two runs in one log.
     """
     # What a resume says of checkpoints comes before its header.
-    said = "is not a (whole|complete) checkpoint$|was trained with products:|^renamed "
+    said = "is not a (whole|complete) checkpoint$|was trained with products:|was saved by a run in |^renamed "
     text = re.sub(rf"\A(?:(?=.*(?:{said})).*\n)+", "", text, flags=re.M)
     blocks = list(re.finditer(r"(?:^hyperparameter \w+=.*\n)+", text, flags=re.M))
     head = text[: blocks[0].start()]  # the sources
