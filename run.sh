@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # bash run.sh [--name=value ...]     train the record of this machine. With GPUs: GPT-2 124M on FineWeb
-#     (loss 3.2755 after 12.0 minutes on 8xH100, says the public log), after a question before 5.6 GB
-#     are downloaded, which --yes answers. Without: 0.4M parameters and a table of n-grams on Python
-#     sources (loss 1.2936, n=10, sd 0.0129, after 2 minutes on 2 cores), and then print a sample
+#     (loss 3.2755 after 12.0 minutes on 8xH100, says the public log). It asks before it downloads
+#     5.6 GB; --yes skips the question. Without: 0.4M parameters and a table of n-grams on Python
+#     sources (loss 1.2936, n=10, sd 0.0129, after 2 minutes on 2 cores)
 # bash run.sh --preset=text          train on your own text, which `bash run.sh pack` prepares
 # bash run.sh test [...]             run the test suite, or pytest with these arguments
 # bash run.sh check|profile [--name=value ...]   can this run start here, and where does time go?
 # bash run.sh TOOL [...]             pack, or any tool in records/tools: sample, evaluate, report, ...
 # bash run.sh records/<date>_<Name>  train a record again: is the loss within its spread?
-# bash run.sh data                   only make the data of the record without GPUs
+# bash run.sh data                   only prepare the data of the CPU record
 # NPROC=n sets the number of processes, PYTHON=... the interpreter, SCRIPT=... a copy of train_gpt2.py.
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# The command that a stopped run shows to continue it; exported where a run starts
+# The command that a stopped run prints for resuming; exported where a run starts
 RUN_COMMAND="${PYTHON:+PYTHON=$PYTHON }${NPROC:+NPROC=$NPROC }bash run.sh"
 [ $# -eq 0 ] || RUN_COMMAND+=$(printf ' %q' "$@")
 
@@ -80,10 +80,11 @@ pack_torch_sources() {
             --encoding bytes --val_fraction 0.02 --skip_bad --out data/torch_sources
     fi
     is_the_records ||
-        echo "data: not the record's (another torch than 2.13.0?); the loss is not comparable"
+        echo "warning: data/torch_sources differs from the record's data (torch is not 2.13.0?)," \
+            "so the loss is not comparable"
 }
 
-# Download FineWeb, unless it is there. $1 is the answer, if it was given.
+# Ask before downloading FineWeb if training shards are missing. $1: the answer, if known.
 fetch_fineweb() {
     local answer=$1
     if [ "$(ls data/fineweb10B/fineweb_train_*.bin 2>/dev/null | wc -l)" -lt 27 ]; then
@@ -100,7 +101,7 @@ tool=records/tools/${1:-none}.py
 case "${1:-}" in
 test)
     if [ $# -eq 1 ]; then
-        pack_torch_sources  # before two processes want them
+        pack_torch_sources  # now, or both test processes would
         set -- test -n 2 --dist worksteal
     fi
     OMP_NUM_THREADS=1 exec "$python" -m pytest "${@:2}" ;;
@@ -132,7 +133,7 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
         echo "training GPT-2 124M on FineWeb; Ctrl-C saves a checkpoint and exits"
         fetch_fineweb "$answer" ;;
     esac
-    # As it stands, the CPU record ends with a sample. Signals are passed on to the training.
+    # Without arguments, the CPU record ends with a sample. Signals are passed on to the training.
     script=${SCRIPT:-train_gpt2.py}
     [ "$gpus $#" = "0 0" ] || launch "$script" "$@"
     signals=0
@@ -141,7 +142,7 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
     launch "$script" &
     training=$!
     waits=none
-    while [ "$waits" != "$signals" ]; do  # a signal ends the waiting
+    while [ "$waits" != "$signals" ]; do  # a signal interrupts wait
         waits=$signals
         status=0
         wait "$training" || status=$?

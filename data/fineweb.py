@@ -4,10 +4,10 @@
 
 A shard holds 100M GPT-2 tokens in 0.2 GB; 27 training shards hold the tokens of the whole record.
 data/fineweb.json pins the revision of the dataset and lists the sha256 of its files. For a file
-that is not listed, the hub gives the sha256. Files that are right are kept and the others are
-downloaded by huggingface_hub, which retries and resumes. A file gets its name after it has been
-verified, so a damaged one stays until its replacement is there. After an error or an interruption,
-run the same command again: it downloads the files that are still missing.
+that is not listed, the hub gives the sha256. Valid files are kept. The others are downloaded by
+huggingface_hub, which retries and resumes. A download replaces a damaged file only after it has
+been verified. After an error or an interruption, run the same command again: it downloads the files
+that are still missing.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def main():
     add("--out", type=Path, default=HERE / "fineweb10B", help="folder for the shards")
     args = parser.parse_args()
     if not 0 <= args.shards <= LAST_SHARD:
-        sys.exit(f"data/fineweb.py: N={args.shards} must be in 0..{LAST_SHARD}: correct it")
+        sys.exit(f"data/fineweb.py: N={args.shards} must be between 0 and {LAST_SHARD}")
     signal.signal(signal.SIGINT, stop)
     train = [f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1)]
     names = ["fineweb_val_000000.bin", *train]

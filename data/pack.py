@@ -4,19 +4,21 @@
 
 An INPUT is a file or a folder. A .jsonl file holds one document per line and a .parquet file one
 per row (it needs pyarrow), both in the field --text_field. Any other file is one document in UTF-8.
-Files may be compressed as .gz or .xz. Folders are read recursively, without following links.
+Files may be compressed as .gz or .xz. Folders are read recursively, without following links to
+folders.
 
 Documents keep the order of the inputs; the files of a folder are sorted by relative path. Each
 document starts with the end-of-text token. A document is held out for validation if the hash of its
 name is below --val_fraction. The name is a file's relative path, or the text of a line or row, so
-added documents do not move others between the splits. Of up to ten documents, the end is held out
-instead: a fraction of all tokens. The same happens if the hash would leave a split empty.
+added documents do not move others between the splits. With ten documents or fewer, the end of the
+text is held out instead, as a fraction of all tokens. The same happens if the hash would leave a
+split empty.
 
-The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json, which
-`python data/shards.py DIR` verifies. The shards of an earlier pack are replaced after all text has
-been tokenized. If a pack is killed while it replaces them, DIR/.pack remains and training refuses
-the folder: run the same command again. The disk needs room for twice the tokens. The memory holds
-two documents per core at a time, or 2 MB of short ones, and 50 bytes for every document.
+The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json, which `python
+data/shards.py DIR` verifies. The shards of an earlier pack are replaced after all text has been
+tokenized. If a pack is killed while it replaces them, DIR/.pack remains and training refuses the
+folder: run the same command again. Packing needs disk space for two copies of the tokens. The
+memory holds two documents per core, or 2 MB of short ones, and 50 bytes per document.
 """
 
 import argparse
@@ -115,7 +117,7 @@ def list_files(inputs, pattern, exclude, out):
     files = []
     for path in map(Path, inputs):
         if not path.exists():
-            raise ValueError(f"{path} is neither a file nor a folder: give existing ones")
+            raise ValueError(f"{path} is neither a file nor a folder: give one that exists")
         if path.resolve() == out.resolve():
             raise ValueError(f"--out={out} is an input, too: give another folder")
         if not path.is_dir():
@@ -159,13 +161,13 @@ def read_rows(file, text_field):
 def fault_of(text, text_field):
     """Return why a text cannot be packed, or an empty string."""
     if not isinstance(text, str):
-        return f"is not JSON with a text {text_field!r}"
+        return f"has no string in the field {text_field!r}"
     if not text:
         return "is empty"
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair
-        return "is not Unicode"
+        return "contains an unpaired surrogate"
     return ""
 
 
@@ -190,7 +192,7 @@ def read_documents(file, path, text_field):
         raise ValueError(f"{path} needs a package: pip install pyarrow") from None
     except Exception as error:  # of the disk or a library: the file is damaged or gone
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        yield Document(f"{file}:{line + 1}", "", file, f"cannot be read on ({reason})")
+        yield Document(f"{file}:{line + 1}", "", file, f"cannot be read further ({reason})")
 
 
 # ---- Encoding: from documents to one file of tokens ----------------------------------------------
@@ -301,7 +303,9 @@ def locked(folder):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another pack writes into {folder}: wait for its end") from None
+            raise ValueError(
+                f"another pack.py is writing to {folder}: wait until it ends"
+            ) from None
         yield
     finally:
         os.close(descriptor)
@@ -318,7 +322,7 @@ def earlier_shards(out):
 
 
 def publish(staging, out, old):
-    """Replace the `old` shards in out by the files in staging.
+    """Replace the `old` shards in out with the files in staging.
 
     out/.pack exists from before the first change until the last file is in place. At any moment,
     the manifest in out lists all shards that are there.
@@ -387,7 +391,7 @@ def parse_args(argv):
     add("--skip_bad", action="store_true", help="leave out documents that cannot be read")
     args = parser.parse_args(argv)
     if not 0 <= args.val_fraction <= 1:
-        raise ValueError(f"--val_fraction={args.val_fraction} must be in 0..1: correct it")
+        raise ValueError(f"--val_fraction={args.val_fraction} must be between 0 and 1")
     return args
 
 
@@ -398,7 +402,7 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         sys.exit(f"data/pack.py: {error}")
     except KeyboardInterrupt:
-        os.write(2, b"data/pack.py: stopped; the same command starts again\n")
+        os.write(2, b"data/pack.py: stopped; run the same command to start over\n")
         sys.exit(130)
     print(f"{manifest['documents']:,} documents in {args.encoding}")
     for split in "train", "val":

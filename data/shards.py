@@ -57,7 +57,9 @@ def write_shard(path, tokens, arrays):
         for array in itertools.chain([header], arrays):
             file.write(array)
             digest.update(array)
-        assert file.tell() == 4 * SHARD_HEADER + 2 * tokens, "other tokens than announced"
+        assert file.tell() == 4 * SHARD_HEADER + 2 * tokens, (
+            "the number of tokens is not that of the header"
+        )
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

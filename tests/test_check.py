@@ -72,7 +72,7 @@ FAULTS = {
     "settings": ({"batchsize": 3}, "settings: unrecognized arguments: --batchsize=3"),
     "no GPU": ({"device": "cuda"}, "device: device=cuda, but PyTorch sees no GPU"),
     "too little data": ({"num_iterations": 99}, "data: .* has enough tokens for 15 steps"),
-    "a changed shard": ({}, "shards: .*train_1.bin has another sha256 than noted"),
+    "a changed shard": ({}, "shards: .*train_1.bin has another sha256 than expected"),
     "memory": ({}, "memory: .* GiB are free: take a smaller model"),
     "disk": ({"keep_checkpoints": 10**9}, "disk: .*: free some, or pass another --log_dir"),
     "no compiler": ({}, r"time: .* \(no g\+\+\): install g\+\+"),

@@ -148,7 +148,7 @@ def test_the_table_of_two_commands(tmp_path, capsys):
     "of_b, sentence",
     [
         ({"hash": "2" * 12}, "the training data differ"),
-        ({"hash": "2" * 16, "train_tokens": 99}, "logged no data_hash after as many tokens"),
+        ({"hash": "2" * 16, "train_tokens": 99}, "no data_hash in common"),
         ({"val_hash": "bb"}, "validation tokens"),
         ({"stopped_at": 30}, "B_round1.txt ended at step 20 of 40"),
         ({"seed": 1}, "B has only the seeds {1}"),
@@ -257,7 +257,8 @@ def test_logs_that_the_tool_did_not_write_stay(fake, tmp_path):
         (["{fake}", "--arm=--max_ngram=0"], "must be `NAME: --setting=value"),
         (["{fake}", "--arm=b:"], "must be `NAME: --setting=value"),
         (["{fake}", "--arm=b: no.diff"], "an existing file"),
-        (["{fake}", "--arm=b: {tmp_path}/old.diff"], "does not apply: "),
+        (["{fake}", "--arm=b: {tmp_path}/old.diff"], "does not apply: 0 places in"),
+        (["{fake}", "--arm=b: {tmp_path}/twice.diff"], "does not apply: 2 places in"),
         (["{fake}", "{fake}", "--rounds=3"], "must be 2, 4, ..."),
         (["{fake}"], "give two commands, or one with --arm or --python_b"),
         (["{fake}", "{fake}", "--logs=x"], "give either --out, to run, or --logs, to read"),
@@ -265,6 +266,9 @@ def test_logs_that_the_tool_did_not_write_stay(fake, tmp_path):
 )
 def test_commands_that_cannot_be(arguments, sentence, fake, tmp_path, capsys):
     (tmp_path / "old.diff").write_text("--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-nothing\n+more\n")
+    (tmp_path / "twice.diff").write_text("@@\n-# line\n+more\n")
+    with open(tmp_path / "train_gpt2.py", "a") as script:
+        script.write("# line\n" * 2)
     arguments = [text.format(fake=fake, tmp_path=tmp_path) for text in arguments]
     with pytest.raises((ValueError, SystemExit)) as refused:
         ab.main(["--rounds=2", f"--out={tmp_path}/out", *arguments])
@@ -383,7 +387,7 @@ def test_the_verdict_on_a_repetition(changes, status, said, tmp_path, capsys):
     assert rerun.judge(again, group[0], group) == status
     assert said in capsys.readouterr().out
     assert rerun.judge(again, group[0], group[:1]) == 0
-    assert "one seed has no spread" in capsys.readouterr().out
+    assert "only one seed" in capsys.readouterr().out
 
 
 def test_a_log_cannot_write_outside_its_folder(tmp_path):

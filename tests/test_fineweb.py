@@ -157,4 +157,4 @@ def test_an_interrupted_run_ends_at_once_and_goes_on(hub):
 @pytest.mark.parametrize("shards", [-1, 104])
 def test_a_number_of_shards_that_does_not_exist_is_refused(hub, shards):
     code, _, stderr = hub.run(shards=shards)
-    assert code == 1 and f"N={shards} must be in 0..103" in stderr and not hub.downloads
+    assert code == 1 and f"N={shards} must be between 0 and 103" in stderr and not hub.downloads

@@ -159,19 +159,27 @@ def test_added_documents_move_no_other_between_the_splits(tmp_path):
 # ---- Bad input -----------------------------------------------------------------------------------
 GOOD = b'{"text": "x"}\n'
 BAD = {  # name, content, what is said
-    "invalid UTF-8 in a text": ("a.txt", b"one\ntwo \xff three", "a.txt:1 cannot be read on"),
+    "invalid UTF-8 in a text": ("a.txt", b"one\ntwo \xff three", "a.txt:1 cannot be read further"),
     "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', "b.jsonl:3 is not JSON"),
     "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, "b.jsonl:4 is not JSON"),
     "JSON too deep": ("b.jsonl", GOOD + b"[" * 100000 + b"\n", "b.jsonl:2 is not JSON"),
-    "no object": ("b.jsonl", GOOD + b'["text"]\n', "b.jsonl:2 is not JSON with a text 'text'"),
-    "missing field": ("b.jsonl", GOOD + b'{"body": "x"}\n', "b.jsonl:2 is not JSON with a text"),
-    "no text": ("b.jsonl", GOOD + b'{"text": 5}\n', "b.jsonl:2 is not JSON with a text"),
-    "half a surrogate pair": ("b.jsonl", b'{"text": "\\ud800"}\n', "b.jsonl:1 is not Unicode"),
+    "no object": ("b.jsonl", GOOD + b'["text"]\n', "b.jsonl:2 has no string in the field 'text'"),
+    "missing field": ("b.jsonl", GOOD + b'{"body": "x"}\n', "b.jsonl:2 has no string in the field"),
+    "no text": ("b.jsonl", GOOD + b'{"text": 5}\n', "b.jsonl:2 has no string in the field"),
+    "half a surrogate pair": (
+        "b.jsonl",
+        b'{"text": "\\ud800"}\n',
+        "b.jsonl:1 contains an unpaired surrogate",
+    ),
     "empty document": ("b.jsonl", GOOD + b'{"text": ""}\n', "b.jsonl:2 is empty"),
     "empty file": ("a.txt", b"", "a.txt:1 is empty"),
-    "cut off gzip": ("b.jsonl.gz", gzip.compress(GOOD * 9)[:-9], "b.jsonl.gz:10 cannot be read on"),
-    "cut off xz": ("a.txt.xz", lzma.compress(b"x" * 999)[:-9], "a.txt.xz:1 cannot be read on"),
-    "broken link": ("a.txt", None, "a.txt:1 cannot be read on"),
+    "cut off gzip": (
+        "b.jsonl.gz",
+        gzip.compress(GOOD * 9)[:-9],
+        "b.jsonl.gz:10 cannot be read further",
+    ),
+    "cut off xz": ("a.txt.xz", lzma.compress(b"x" * 999)[:-9], "a.txt.xz:1 cannot be read further"),
+    "broken link": ("a.txt", None, "a.txt:1 cannot be read further"),
 }
 
 
@@ -199,7 +207,7 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("a.txt", "--val_fraction", 2), "--val_fraction=2.0 must be in 0..1"),
+        (("a.txt", "--val_fraction", 2), "--val_fraction=2.0 must be between 0 and 1"),
         (("a.txt", "--val_fraction", 1), "all text is held out"),
         (("a.txt", "--encoding", "klingon"), "klingon is not available"),
         (("a.txt", "--encoding", "cl100k_base"), "100277 ids, but a shard's uint16 has room for"),
@@ -233,7 +241,7 @@ def test_fault_4_and_7_a_pack_that_fails_changes_nothing(tmp_path):
     before = all_files(tmp_path / "out")
     assert "b.txt:1" in refusal(tmp_path / "out", lines, tmp_path / "b.txt")
     with pack.locked(tmp_path / "out"):
-        assert "another pack writes into" in refusal(tmp_path / "out", lines)
+        assert "another pack.py is writing to" in refusal(tmp_path / "out", lines)
     assert all_files(tmp_path / "out") == before
     (tmp_path / "out" / "train_000007.bin").write_bytes(b"somebody's")
     assert "train_000007.bin, which no pack wrote" in refusal(tmp_path / "out", lines)
@@ -298,7 +306,7 @@ def test_an_interrupt_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit) as error:
         pack.main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")])
     assert error.value.code == 130 and not all_files(tmp_path / "out")
-    assert capfd.readouterr().err == "data/pack.py: stopped; the same command starts again\n"
+    assert capfd.readouterr().err == "data/pack.py: stopped; run the same command to start over\n"
 
 
 # ---- data/shards.py ------------------------------------------------------------------------------

@@ -156,6 +156,7 @@ def test_a_resumed_log_has_one_source_and_one_set_of_settings(tmp_path):
     assert [step for step, _, _ in run.points["train"]] == list(range(1, 41))
     said = "logs/a/state_step0000000020.pt is not a complete checkpoint\n"
     said += "logs/a/s.pt was trained with products:torch.bfloat16, and goes on with torch.float32\n"
+    said += "logs/a/s.pt was saved by a run in torch.bfloat16; continuing in torch.float32\n"
     path.write_text(said + cut + again)  # what a resume says of checkpoints, before its header
     assert runlog.read(path).sources == run.sources
     for before, after in ("a script", "another"), ("n_layer=2", "n_layer=3"), ("seed=1", "seed=2"):

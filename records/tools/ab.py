@@ -15,8 +15,8 @@ rejects a folder that holds other logs. It deletes nothing but the final weights
 
 Arms are compared by round. Losses: the mean difference from A with its 95% t-interval, and a
 two-sided p that is corrected for the number of arms (Holm). Times and memory: the geometric mean of
-the ratio to A with its 95% t-interval. The time of a run is the median over its steps. Times are
-omitted if a round was interrupted, because its runs were not interleaved.
+the ratio to A with its 95% t-interval. The time of a run is the median over its steps. Times and
+memory are omitted if a round was interrupted, because its runs were not interleaved.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ with packages():
 
 PLAN = "ab.json"  # beside the logs: the arms, and whether a round was interrupted
 OWN_SETTINGS = NAMES | {"resume"}  # settings in which the runs of an arm may differ
-CACHES = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"  # TMPDIR: of compiled headers
+CACHES = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"  # TMPDIR: compiled headers
 
 
 # ---- The runs -----------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def parse_arm(text):
 
 
 def open_plan(folder, arms):
-    """Return the plan of a folder, a dict. Raises ValueError if it is of other arms."""
+    """Return the plan of a folder, a dict. Raises ValueError if it belongs to other arms."""
     path = folder / PLAN
     fix = "pass another --out, because ab.py never continues or changes other runs"
     if not path.exists():
@@ -123,7 +123,7 @@ def open_plan(folder, arms):
     plan = json.loads(path.read_text())
     for arm in arms:
         known = plan["arms"].get(arm.name, arm.identity)
-        require(known == arm.identity, f"{arm.name} in {folder} was {known}: {fix}")
+        require(known == arm.identity, f"{arm.name} in {folder} was started as {known}: {fix}")
     return plan
 
 
@@ -177,7 +177,7 @@ def run_once(arm, round_, folder, cold):
 
 # ---- The table ----------------------------------------------------------------------------------
 def collect(folder):
-    """Return {arm: {round: Run}}, A first. Raises ValueError if the runs do not compare."""
+    """Return {arm: {round: Run}}, A first. Raises ValueError if they are not comparable."""
     arms = {}
     for path in sorted(folder.glob("*.txt")):
         if found := re.fullmatch(r"(.+)_round(\d+)", path.stem):
@@ -190,20 +190,22 @@ def collect(folder):
         found = sorted(runs)
         require(found == rounds, f"{name} has the rounds {found}, not {rounds}: run ab.py again")
         seeds = {run.seed for run in runs.values()}
-        require(len(seeds) == len(rounds), f"{name} has only the seeds {seeds}: one a round counts")
+        require(
+            len(seeds) == len(rounds), f"{name} has only the seeds {seeds}: give each round its own"
+        )
         check_repetitions([runs[round_] for round_ in rounds], OWN_SETTINGS)
     unknown = check_comparable([run for runs in arms.values() for run in runs.values()])
     require(
         not any("data_hash" in what for what in unknown),
-        "the arms logged no data_hash after as many tokens: give all as many steps and one data",
+        "no data_hash in common: train all arms on the same data for the same number of steps",
     )
     return {"A": arms.pop("A"), **arms}
 
 
 def step_ms(run):
-    """Return a run's ms a step: the median over windows of sqrt(N) of its N steps.
+    """Return a run's ms per step: the median over windows of sqrt(N) of its N steps.
 
-    Windows, because logged times are whole milliseconds. Of few steps the mean, as logged.
+    Windows, because logged times are whole milliseconds. For few steps, the logged mean.
     """
     times = [ms for _, _, ms in run.points["train"]]
     size = math.isqrt(len(times))
@@ -220,7 +222,7 @@ def paired(values):
 
 
 def holm(values):
-    """Return p-values corrected by Holm's rule, in the order given; NaN stays, and counts."""
+    """Return p-values corrected by Holm's rule, in the order given; NaN stays NaN, but counts."""
     values = np.array(values)
     order = np.argsort(values)  # NaN comes last
     factors = np.arange(len(values), 0, -1)
@@ -250,7 +252,7 @@ def metric_cell(metric, runs, base):
 
 
 def table(arms, timed):
-    """Return the table of all arms, the largest loss first, and what they differ in."""
+    """Return the table of all arms, A first, then by decreasing loss, and their differences."""
     base, first = arms["A"], next(iter(arms["A"].values()))
     losses = {name: np.array([runs[i].val_loss for i in base]) for name, runs in arms.items()}
     found = {name: paired(losses[name] - losses["A"]) for name in arms if name != "A"}
@@ -278,10 +280,15 @@ def parse(argv):
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("commands", nargs="*", metavar="COMMAND", help="A, and B if it has a command of its own")
-    add("--arm", action="append", default=[], help="NAME: SETTINGS, or NAME: FILE.diff; repeat")
+    add(
+        "--arm",
+        action="append",
+        default=[],
+        help="NAME: SETTINGS, or NAME: FILE.diff; may be repeated",
+    )
     add("--rounds", type=int, default=6, help="default: 6")
     add("--python_b", help="interpreter of B, which is otherwise that of A")
-    add("--cold", action="store_true", help="compile anew in every run")
+    add("--cold", action="store_true", help="start every run with empty compiler caches")
     add("--out", type=Path, help="folder of the logs")
     add("--logs", type=Path, help="only print the table of the logs in this folder")
     options = parser.parse_args(argv)

@@ -94,7 +94,7 @@ def check_device(args):
 
 
 def check_network(device, world_size):
-    """Time an all-reduce of the size of Muon's updates, and check its sum."""
+    """Time an all-reduce of 16 MiB, and check its sum."""
     if world_size == 1:
         return "one process, none needed", None
     buffer = torch.ones(2**22, device=device)
@@ -130,7 +130,7 @@ def check_shards(loaders, rank, world_size):
     known = [path for path in paths if path.name in expected]
     for path in known[rank::world_size]:
         if file_sha256(path) != expected[path.name]:
-            raise UserError(f"{path} has another sha256 than noted: fetch or pack it again")
+            raise UserError(f"{path} has another sha256 than expected: fetch or pack it again")
     return f"{len(known)} of {len(paths)} have a known sha256, and it is right", None
 
 
@@ -159,7 +159,7 @@ def check_optimizers(args, rank, world_size, dtype):
 
 
 def check_memory(weights, states, device):
-    """Compare what a process keeps between steps with the free memory."""
+    """Compare weights, gradients and optimizer states with the free memory."""
     need = 4 * (2 * weights + states)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1
     free = free_memory(device) / processes
@@ -227,7 +227,7 @@ def check_time(args, loaders, rank, world_size, device):
 def main(argv):
     """Run all checks; return the faults of all ranks."""
     check = Checks(int(os.environ.get("RANK", 0)))
-    args = check("settings", lambda: ("all legal", train_gpt2.parse_args(argv)))
+    args = check("settings", lambda: ("all valid", train_gpt2.parse_args(argv)))
     place = args and check("device", check_device, args)
     if not place:
         return check.faults

@@ -1,4 +1,4 @@
-"""Is it real? Tests on the validation losses of repeated runs, from their logs alone.
+"""Test whether a difference in validation loss is significant, from the logs of repeated runs.
 
     python records/tools/compare.py LOG... --target 1.32 --n 10     # is the mean loss below it?
     python records/tools/compare.py LOG... --against LOG... --n 5   # is A's mean below B's?
@@ -7,10 +7,10 @@ LOG as for report.py. --n is the number of runs per side that was fixed before t
 there is no verdict, and the exit status is 0. With it, the verdict is "Record" and status 0 if p is
 below 0.01, otherwise "No record" and status 1.
 
-The tool rejects runs that were cut or diverged, a run or a seed that counts twice, and settings,
-source or torch that vary within a group. It also rejects sides that differ in data, validation
-tokens, sequence_length, target, hardware, number of processes or dtype, and a better side that read
-more tokens. Losses are in nats per token.
+The tool rejects unfinished or diverged runs, duplicate runs or seeds, and groups whose settings,
+source or torch version vary. It also rejects sides that differ in data, validation tokens,
+sequence_length, target, hardware, number of processes or dtype. With --n, it also rejects a first
+group that read more tokens than the second. Losses are in nats per token.
 """
 
 import numpy as np
@@ -21,9 +21,9 @@ with packages():
     from scipy import stats
 
 ALPHA = 0.01  # level of p
-POWER = 0.9  # of the least n
+POWER = 0.9  # for which the required n is computed
 MAX_RUNS = 10_000  # per side; a larger n is not searched for
-COMPARABLE = {  # what runs must share, or their losses do not compare
+COMPARABLE = {  # what runs must share, or their losses are not comparable
     **SAME,
     "number of validation tokens": lambda run: run.settings.get("val_tokens"),
     "sequence_length": lambda run: run.settings["sequence_length"],
@@ -52,8 +52,11 @@ def differences(a, b, but=INCIDENTAL):
 def check_finished(run):
     """Raise ValueError for a run without a result: leaving it out would bias the mean."""
     how = "diverged" if run.fault == "diverged" else "ended"
-    where = f"at step {run.steps} of {run.last}"
-    require(run.finished, f"{run.path} {how} {where}: all runs count, so run it to its end")
+    where = f"at step {run.reached} of {run.last}"
+    require(
+        run.finished,
+        f"{run.path} {how} {where}: every run counts, so resume it if it is unfinished",
+    )
 
 
 def check_repetitions(runs, but=INCIDENTAL):
@@ -76,13 +79,13 @@ def check_group(name, runs, n):
     seeds = [run.seed for run in runs]
     require(len(set(seeds)) == len(seeds), f"{name} has a seed more than once: {sorted(seeds)}")
     losses = {run.val_loss for run in runs}
-    require(len(losses) > 1, f"all losses of {name} are {losses}: no spread, no test")
+    require(len(losses) > 1, f"all losses of {name} are {losses}: without spread there is no test")
 
 
 def check_comparable(runs):
-    """Raise ValueError if the losses of runs do not compare.
+    """Raise ValueError if the losses of runs are not comparable.
 
-    Returns a list of what stays unknown because a log does not hold it.
+    Returns the names of properties that some log does not contain.
     """
     check_starts(runs)
     unknown = [what for what, value in COMPARABLE.items() if not one_value(what, value, runs)]
@@ -96,11 +99,11 @@ def same_training_data(runs):
 
     data_hash is compared wherever two runs logged it after the same number of tokens, because a
     shorter run reads the beginning of the same stream. Each seed of shuffled runs has a stream of
-    its own. Of different streams, only the total number of training tokens is compared.
+    its own. For different streams, only the total number of training tokens is compared.
     """
     seen, streams, known = {}, set(), True
     for run in runs:
-        digits = max(map(len, run.hashes.values()), default=0)  # more in old logs: another hash
+        digits = max(map(len, run.hashes.values()), default=0)  # old logs hold a longer hash
         stream = digits, run.seed if run.settings.get("shuffle") else None
         hashes = {(stream, tokens): value for tokens, value in run.hashes.items()}
         shared = hashes.keys() & seen.keys()
@@ -141,7 +144,7 @@ def say_least_n(effect, deviations):
     n = least_n(effect, deviations) or f"over {MAX_RUNS:,}"
     sides = " a side" if len(deviations) > 1 else ""
     power = f"at p < {ALPHA:g} with {POWER:.0%} power"
-    return f"Least n to show the effect seen, {effect:.4f}, {power}: {n}{sides}."
+    return f"Smallest n to detect the observed effect, {effect:.4f}, {power}: {n}{sides}."
 
 
 def against_target(name, x, target):
@@ -173,9 +176,9 @@ def against_group(a, x, b, y):
 
 
 def verdict(p, unknown, n):
-    """Return the last sentence and the exit status: 1 where a record was asked for and is none."""
+    """Return the verdict and the exit status: 1 if --n was given and this is no record."""
     if n is None:
-        return "No verdict: --n, the number of runs fixed before them, is not given.", 0
+        return "No verdict: pass --n, the number of runs fixed in advance.", 0
     if unknown:
         return f"No record: the logs do not hold the {', '.join(unknown)}.", 1
     if not p < ALPHA:  # also where p is not a number
@@ -193,7 +196,7 @@ def check(sides, target, n):
     logged = every[0].settings.get("target_val_loss")
     require(
         target in (None, logged) or not logged,
-        f"--target={target} is not the target in the logs, {logged}: fix it before the runs",
+        f"--target={target} is not the target in the logs, {logged}: set it before the runs",
     )
     unknown = check_comparable(every)
     if n and len(sides) > 1:

@@ -1,8 +1,8 @@
-"""Set a plan beside a measured step of the same settings: ms by class of GPU kernels.
+"""Compare a plan with a measured step of the same settings: ms by class of GPU kernels.
 
     python records/tools/compare_plan.py PLAN.txt TRACE.json.gz
 
-PLAN.txt: what plan.py printed. TRACE.json.gz: what step_profile.py wrote on a GPU. Of collectives,
+PLAN.txt: what plan.py printed. TRACE.json.gz: what step_profile.py wrote on a GPU. For collectives,
 a plan shows the time that ranks wait for them, and a trace the time that they take.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from report import command, markdown
 
-CLASSES = {  # what parts of the plan begin with, and what names of CUDA kernels contain
+CLASSES = {  # beginnings of parts of the plan, and patterns in the names of CUDA kernels
     "collectives": ("communication", "nccl"),
     "optimizers": ("AdamW|Muon|Newton-Schulz|Adagrad", "adam"),
     "attention": ("attention", "flash|fmha|sdpa"),

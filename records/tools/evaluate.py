@@ -10,12 +10,12 @@ A text is preceded by an end-of-text token, as each document is in training. Eve
 counts exactly once. It is predicted from the tokens before it in a window of sequence_length
 tokens. By default windows do not overlap, as in training, so tokens early in a window have little
 context. With --stride N, a window begins every N tokens, and only the tokens that the previous
-window did not reach count. They have at least sequence_length - N + 1 tokens of context, which
+window did not reach count. They have at least sequence_length - N + 1 tokens of context. This
 takes sequence_length / N times as long.
 
-The loss is the mean in nats per token, and the perplexity is its exponential. Bits per byte divide
-the total by the bytes of the text, so they also compare models of different encodings. An
-end-of-text token has no bytes.
+The loss is the mean in nats per token, and the perplexity is its exponential. Bits per byte are the
+total in bits, divided by the bytes of the text, so they also compare models of different encodings.
+An end-of-text token has no bytes.
 
 For benchmarks such as HellaSwag, export the model (export.py) and run EleutherAI's lm-eval on it.
 """

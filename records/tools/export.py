@@ -3,9 +3,9 @@
     bash run.sh export --out DIR [--weights logs/RUN]
 
 DIR must be new or empty. It gets the weights in float32, the model's code for transformers, the
-tokenizer of the training data and a model card. Before DIR appears, transformers loads the export:
-its logits must be those of train_gpt2.py's GPT, and its token ids those of the encoding. To publish
-DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
+tokenizer of the training data and a model card. Before DIR is created, transformers loads the
+export: its logits must match those of train_gpt2.py's GPT, and its token ids those of the encoding.
+To publish DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 """
 
 import json
@@ -39,7 +39,7 @@ GPT2SpeedrunForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
 # ---- Tokenizer ----------------------------------------------------------------------------------
 class Converter(TikTokenConverter):
-    """Takes the vocabulary itself, {bytes: id}, in the place of a file of tiktoken's."""
+    """Accepts the vocabulary itself, {bytes: id}, instead of a tiktoken file."""
 
     @staticmethod
     def load_tiktoken_bpe(vocabulary):
@@ -137,7 +137,7 @@ The settings of the run:
 def check(folder, gpt, args, encoding):
     """Return the largest difference between the logits of the export and those of GPT.
 
-    Raises UserError if it exceeds rounding errors, or if a text gets other ids.
+    Raises UserError if it exceeds rounding errors, or if the ids of a text differ.
     """
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     text = f"{__doc__} naïve 12.5 € \t\n  日本語 🙂 can't  "

@@ -40,7 +40,7 @@ pretended_device.set_guard()
 # ---- The pretended GPU --------------------------------------------------------------------------
 @dataclasses.dataclass
 class GPU:
-    """Properties of a GPU, as torch.cuda names them, and rates from the vendor's data sheet."""
+    """Properties of a GPU, as torch.cuda names them, and stated rates (GPUS names the sources)."""
 
     name: str
     major: int
@@ -93,7 +93,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-# What Inductor does with the contents of tensors is done on the CPU or left out.
+# Inductor passes that need the values of tensors run on the CPU or are disabled.
 fake_tensor.init_gpu_context = lambda device: None
 joint_graph.lazy_init = lambda device: None  # patterns of plain attention and of padded products
 config.joint_graph_constant_folding = False
@@ -110,7 +110,7 @@ def triton_properties(device):
 
 
 def load_binary(name, binary, shared, device):
-    """Return (module, function, registers, spilled words, most threads) of a kernel."""
+    """Return (module, function, registers, spilled words, maximum threads) of a kernel."""
     path = Path(FOLDER.name, "kernel.cubin")
     path.write_bytes(binary)
     tool = Path(triton.__file__).with_name("backends") / "nvidia/bin/cuobjdump"
@@ -129,7 +129,7 @@ driver = SimpleNamespace(
     get_current_stream=lambda device: 0,
 )
 triton.runtime.driver.set_active(driver)
-triton_helpers.set_driver_to_gpu = lambda: None  # leaves this driver
+triton_helpers.set_driver_to_gpu = lambda: None  # keeps this driver
 
 
 # ---- Kernels and graphs -------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Graph:
     code: str  # Python, as Inductor wrote it
     kernels: list
     external: set  # names of called functions that are not Triton kernels
-    peak_bytes: int  # most bytes alive at a time, without parameters; Inductor's estimate
+    peak_bytes: int  # peak of live bytes without parameters, estimated by Inductor
     inputs: list  # names that torch.compile gives to the model's tensors
 
 
@@ -231,7 +231,7 @@ def compile_graph(graph_module, inputs, names, **named):
 
 
 def attention_of_gpu(query, key, value, is_causal):
-    """Call the attention kernel that PyTorch chooses on the GPU, which it cannot ask here."""
+    """Call the attention kernel that PyTorch chooses on the GPU, which cannot be queried here."""
     query, key = query.type_as(value), key.type_as(value)  # as autocast does
     if chosen.gpu.major >= 9:
         gradient = torch.is_grad_enabled()

@@ -180,11 +180,11 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     ):
         """Return CausalLMOutputWithPast: float32 logits (B, T, V), and loss and cache if requested.
 
-        input_ids: (B, T) int64. attention_mask: (B, S), 0 for padding. Padding counts as positions,
-        because rotary attention depends only on distances. labels: (B, T), equal to input_ids;
-        those that are -100 do not count. logits_to_keep: the number of last positions whose logits
-        are returned; 0 for all. Raises ValueError if S is above sequence_length, or if the model
-        gets a cache although it has n-grams or a key shift.
+        input_ids: (B, T) int64. attention_mask: (B, S), 0 for padding. Padding takes up positions,
+        which is harmless, because rotary attention depends only on distances. labels: (B, T),
+        equal to input_ids; -100 is ignored. logits_to_keep: the number of last positions whose
+        logits are returned; 0 for all. Raises ValueError if S is above sequence_length, or if the
+        model gets a cache although it has n-grams or a key shift.
         """
         config = self.config
         use_cache = config.use_cache if use_cache is None else use_cache

@@ -5,7 +5,7 @@
 
 Forward and backward are the kernels that Inductor generates for the GPU (gpu_compiler.py). The rest
 of the step is counted by running train_step on fake tensors: its operations and its all-reduces.
-Times follow from data sheets and the constants below, which are stated, not measured.
+Times follow from data sheets and from the constants below. Nothing was measured on a GPU here.
 """
 
 import argparse
@@ -51,7 +51,7 @@ fragmentation of memory, and the time that ranks wait for the slowest."""
 
 
 def part_of(kernel, graph, vocab_size):
-    """Return the part of the step that a kernel belongs to; the head has sizes of vocab_size."""
+    """Return the part of the step that a kernel belongs to. The head's have size vocab_size."""
     if kernel.kind == "scatter":
         return "embedding's gradient"
     if kernel.kind == "attention":
@@ -64,9 +64,9 @@ def part_of(kernel, graph, vocab_size):
 
 # ---- A step on fake tensors ---------------------------------------------------------------------
 class Clock(TorchDispatchMode):
-    """Counts the time of what runs in it: compiled graphs, single operations, all-reduces.
+    """Adds up the predicted time of compiled graphs, single operations and all-reduces.
 
-    An all-reduce runs beside the rest until it is awaited, after those that were called before it.
+    All-reduces run one after another, concurrently with other work, until they are awaited.
     """
 
     def __init__(self, gpu, vocab_size, world_size):
@@ -83,7 +83,7 @@ class Clock(TorchDispatchMode):
         return True  # torch.compile ignores this mode
 
     def spend(self, part, kind, moved, flops, launches=1):
-        """Let a part take the time of so many launches. moved (bytes), flops: of one launch."""
+        """Charge launches to a part. moved: bytes per launch; flops: also per launch."""
         bandwidth = self.gpu.bandwidth * (SCATTER if kind == "scatter" else STREAM)
         seconds = max(flops / self.gpu.flops / FLOPS_SHARES.get(kind, 1), moved / bandwidth)
         if self.graph_runs:
@@ -96,7 +96,7 @@ class Clock(TorchDispatchMode):
 
     @contextlib.contextmanager
     def running(self, graph):
-        """Let the kernels of a graph take time, and not its run on fake tensors."""
+        """Charge the time of the graph's kernels, but not that of its run on fake tensors."""
         self.graph_runs = True
         for kernel in graph.kernels:
             part = part_of(kernel, graph, self.vocab_size)
@@ -126,7 +126,7 @@ class Clock(TorchDispatchMode):
         return out
 
     def all_reduce(self, tensor, async_op=False):
-        """Replace torch.distributed's function."""
+        """A replacement for torch.distributed.all_reduce."""
         self.sent.append(tensor.nbytes)
         traffic = 2 * (self.world_size - 1) / self.world_size * tensor.nbytes
         start = max(self.network_free, self.seconds)
@@ -204,7 +204,7 @@ class Record7(train_gpt2.GPT):
 
 
 def become_record7():
-    """Let train_gpt2 have record 7's own step, compiled as PyTorch 2.5 did; its Muon stays ours.
+    """Give train_gpt2 the step of record 7, compiled as by PyTorch 2.5. Muon is not replaced.
 
     DDP sums its gradients during backward, except the embedding's, which is ready last.
     """
@@ -260,7 +260,9 @@ def main(argv):
         become_record7()
         title, world_size = "8 x H100, record 7's own step", 8
     if world_size < 1 or args.batch_size % world_size:
-        raise train_gpt2.UserError(f"world_size={world_size} must divide {args.batch_size}")
+        raise train_gpt2.UserError(
+            f"world_size={world_size} must divide batch_size={args.batch_size}"
+        )
     micro = train_gpt2.micro_batch_size(args.batch_size // world_size, args.device_batch_size)
     args = dataclasses.replace(args, device_batch_size=micro)
     plan = planned(args, gpu_compiler.GPUS[own.device], world_size)

@@ -1,4 +1,4 @@
-"""Tables and pictures from logs; the tables of every README under records/, made anew.
+"""Print tables and draw pictures from logs, and renew the generated tables in the READMEs.
 
     python records/tools/report.py LOG...                   # a row per run, a row per group
     python records/tools/report.py muon='records/X/m*.txt' adamw=records/Y --picture curves.png
@@ -17,7 +17,7 @@ Curves in one picture must share the val_hash.
 
 A README holds a command between `<!-- ` and ` -->`, then what it prints, then `<!-- end -->`.
 --stale runs these commands, names those whose output has changed or whose picture is missing, and
-exits with 1. --refresh renews them.
+exits with status 1 if there are any. --refresh renews them.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ PICTURE = re.compile(r"--picture[ =](\S+)")
 # Okabe and Ito's, which colour-blind readers can tell apart: https://jfly.uni-koeln.de/color/
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
 MARKERS = "os^Dv<P"
-STRETCHES = 30  # a picture averages the training loss over this share of a run
+STRETCHES = 30  # number of parts of a run over which a picture averages the training loss
 VALIDATION = "validation tokens (val_hash)"
-SAME = {  # what runs must share, or their losses do not compare
+SAME = {  # what runs must share, or their losses are not comparable
     VALIDATION: lambda run: run.facts.get("val_hash"),
     "number of processes": lambda run: run.facts.get("processes"),
     "dtype of products": lambda run: run.facts.get("products"),
@@ -60,7 +60,7 @@ def shown(value, form="{}"):
 
 
 def progress(run):
-    """Return how far a run came."""
+    """Return how far a run got."""
     return f"{run.steps}" if run.finished else f"{run.reached} of {run.last}, {run.fault}"
 
 
@@ -130,7 +130,7 @@ def check_starts(runs):
         for what, value in SAME.items():
             sentence = f"the {what} of {run.path} differ between its starts, {value(run)}"
             compares = " then " not in (value(run) or "")
-            require(compares, f"{sentence}: its loss does not compare with others")
+            require(compares, f"{sentence}: its loss is not comparable with others")
 
 
 def one_value(what, of, runs):
@@ -208,9 +208,9 @@ def summary(groups):
 
 
 def groups_of_record(folder):
-    """Return the groups that the README of a record reports, and its logs that no group holds.
+    """Return the groups that the README of a record reports, and the logs that are in none.
 
-    Logs in subfolders of a record that reports groups are left to its README.
+    If the README reports groups, other logs in subfolders are ignored.
     """
     groups = {}
     for block in BLOCK.finditer((folder / "README.md").read_text()):
@@ -232,7 +232,7 @@ def history():
         groups = groups_of_record(folder)
         check(groups)
         if not groups:
-            rows.append([*first, "benchmarks", *[""] * 5])
+            rows.append([*first, "no training runs", *[""] * 5])
         for group, runs in groups.items():
             steps, size = runs[0].last, runs[0].tokens_per_step
             hardware = f"{COLUMNS['device'](runs[0])}, torch {COLUMNS['torch'](runs[0])}"
@@ -245,7 +245,7 @@ def history():
 
 # ---- Pictures ------------------------------------------------------------------------------------
 def curve(run, kind):
-    """Return (P, 2): step and loss of what is drawn of a run.
+    """Return the points to draw of a run, (P, 2): step and loss.
 
     val: the validations after step 0. train: means over stretches of steps, each at the mean of
     its steps; the last stretch may be shorter.
@@ -352,7 +352,7 @@ def run_block(tool, arguments):
 
 
 def outdated(readme, write):
-    """Return the commands of a README whose output or picture is not what it shows.
+    """Return the commands of a README whose output has changed or whose picture is missing.
 
     With write, renew them. Pictures are drawn again where the output changed or they are missing.
     """
@@ -384,8 +384,8 @@ def outdated(readme, write):
 def parse(argv):
     parser = argument_parser(__doc__)
     parser.add_argument("logs", nargs="*", metavar="LOG")
-    parser.add_argument("--picture", help="a .png to draw")
-    parser.add_argument("--summary", action="store_true", help="only the row per group")
+    parser.add_argument("--picture", help="PNG file to draw")
+    parser.add_argument("--summary", action="store_true", help="print only the table of groups")
     for name in ("history", "refresh", "stale"):
         parser.add_argument(f"--{name}", action="store_true", help="see above")
     options = parser.parse_args(argv)
@@ -401,7 +401,7 @@ def main(argv):
     if options.refresh or options.stale:
         readmes = [ROOT / "README.md", *sorted((ROOT / "records").rglob("README.md"))]
         stale = [line for path in readmes for line in outdated(path, options.refresh)]
-        print("\n".join(stale) or "all is up to date")
+        print("\n".join(stale) or "everything is up to date")
         return int(options.stale and bool(stale))
     if options.logs:
         groups = collect(options.logs)

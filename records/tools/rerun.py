@@ -5,11 +5,11 @@
 NAME is a run of the record or a group of them, such as seeds/B_round5, muon_seed3 or muon. By
 default it is the experiment with the most seeds. The source and the settings come from the log, so
 the code in the log is executed: only rerun logs that you trust. Settings given here, such as
---seed=11, come last; those that would make it another experiment are rejected.
+--seed=11, override them; those that would make it another experiment are rejected.
 
 The new loss is compared with the 99% prediction interval of all runs of the experiment, one per
 seed (Student's t). The exit status is 0 if it is within, otherwise 1. For an experiment with one
-seed, only the difference is printed.
+seed, both losses are printed without a verdict.
 """
 
 import os
@@ -34,7 +34,7 @@ OWN_SETTINGS = {"run_id", "log_dir", "resume"}  # a repetition has its own
 def choose(folder, name):
     """Return (the run to repeat, the runs of its experiment with one run per seed)."""
     require(folder.is_dir(), f"{folder} is no folder: give one of records/")
-    # A run in one go does not repeat one that was prolonged.
+    # An uninterrupted run does not reproduce one whose num_iterations was increased.
     runs = [run for run in logs_in(folder) if len(run.planned) == 1]
     require(runs, f"{folder} holds no log of a training run: its README says how it was measured")
     named = {}
@@ -104,15 +104,20 @@ def judge(again, run, group):
         here, there = again.facts.get(what), run.facts.get(what)
         if here != there:
             print(f"{what} is {here} here, {there} in the record")
-            require(what != "val_hash", "other validation tokens: the losses do not compare")
+            require(
+                what != "val_hash", "the validation tokens differ, so the losses are not comparable"
+            )
     same = again.definition() == run.definition()
     require(same, f"this is another experiment, not a repetition: {differences(again, run)}")
-    require(same_training_data([run, again]), "no data_hash in common: the data do not compare")
+    require(
+        same_training_data([run, again]),
+        "the logs share no data_hash, so the data are not comparable",
+    )
     for name, one in (f"{run.path}", run), ("again", again):
         seconds = one.train_ms / 1000
         print(f"{name}: seed {one.seed}, loss {one.val_loss:.4f}, {seconds:.0f} s of training")
     if len(group) < 2:
-        print("one seed has no spread to compare with")
+        print("only one seed, so there is no spread to compare with")
         return 0
     low, high = prediction_interval([other.val_loss for other in group])
     within = low <= again.val_loss <= high

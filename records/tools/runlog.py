@@ -1,7 +1,4 @@
-"""What the tools share: their command lines, and logs of training runs, read back.
-
-The logs are those of train_gpt2.py, also of its old versions.
-"""
+"""Shared by the tools: command lines, and a parser for logs of all versions of train_gpt2.py."""
 
 import argparse
 import ast
@@ -33,7 +30,7 @@ FACT = re.compile(  # of the lines before the first step and after the last one
 )
 NAMES = {"seed", "run_id", "log_dir"}  # settings that tell repetitions apart
 CHECKS = {"checksum_every", "bytes_per_token"}  # settings of old scripts, without effect
-# Settings that do not change the result; most of them fit a run to its machine.
+# Settings in which repetitions of an experiment may differ.
 INCIDENTAL = NAMES | {"device_batch_size", "save_every", "keep_checkpoints", "resume"}
 INCIDENTAL |= CHECKS | {"comm_timeout"}
 # train_gpt2.CHANGEABLE_ON_RESUME, without importing torch
@@ -54,7 +51,9 @@ def flops_per_token(gpt, args):
     """
     factors = {module.weight for module in gpt.modules() if hasattr(module, "in_features")}
     parameters = sum(p.numel() for p in factors)
-    attention = 12 * args.n_layer * args.n_embd * args.sequence_length  # to all positions
+    attention = (
+        12 * args.n_layer * args.n_embd * args.sequence_length
+    )  # not halved for causal masking
     return 6 * parameters + attention
 
 
@@ -75,7 +74,7 @@ def argument_parser(description):
 
 
 def command(main):
-    """Run a tool's main on the command line. A mistake is one sentence and status 1."""
+    """Run a tool's main on the command line. A mistake prints one line, with exit status 1."""
     try:
         sys.exit(main(sys.argv[1:]))
     except (ValueError, OSError, subprocess.SubprocessError) as error:
@@ -143,7 +142,7 @@ class Run:
         return {name: settings[name] for name in settings.keys() - but - CHECKS}
 
     def number(self, name):
-        """Return a fact as a float, without its unit, or None. Of several starts, the last."""
+        """Return a fact as a float, without its unit, or None. The last start counts."""
         *_, last = self.facts.get(name, "").split(" then ")
         found = re.match(r"\d+(\.\d+)?", last)
         return float(found[0]) if found else None
@@ -161,8 +160,9 @@ def read_header(path, text):
     settings. A resumed run has one header for each start. Raises ValueError if they differ in
     source or in settings that define a run: that would be two runs in one log.
     """
-    # What a resume says of checkpoints comes before its header.
-    said = "is not a (whole|complete) checkpoint$|was trained with products:|was saved by a run in |^renamed "
+    # A resumed run logs these lines about checkpoints before its header.
+    said = "is not a (whole|complete) checkpoint$|^renamed "
+    said += "|was trained with products:|was saved by a run in "
     text = re.sub(rf"\A(?:(?=.*(?:{said})).*\n)+", "", text, flags=re.M)
     blocks = list(re.finditer(r"(?:^hyperparameter \w+=.*\n)+", text, flags=re.M))
     head = text[: blocks[0].start()]  # the sources
@@ -221,7 +221,7 @@ def read(path):
 
 
 def add_point(run, found):
-    """Add one step's line. A resumed run repeats steps or leaves a branch: later lines count."""
+    """Add one step's line. A resumed run may repeat steps: then the newer lines count."""
     step, kind, loss = int(found["step"]), found["kind"], float(found["loss"])
     points = run.points[kind]
     if points and points[-1][0] >= step:
@@ -237,9 +237,9 @@ def add_point(run, found):
 
 
 def logs_in(folder):
-    """Return the Runs whose logs lie in a folder or below, in order. Other files are no logs.
+    """Return the Runs whose logs lie in a folder or below, in order. Other files are skipped.
 
-    Raises ValueError for a damaged log: a run that is left out unseen would bias what is said.
+    Raises ValueError for a damaged log: silently omitting a run would bias the result.
     """
     paths = sorted(Path(folder).rglob("*.txt"), key=natural)
     files = [path for path in paths if path.is_file()]

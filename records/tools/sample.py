@@ -2,8 +2,8 @@
 
 The text is printed as it is generated. Without --weights, the newest weights are used. Each token
 takes a whole forward pass of train_gpt2.py's own model, without a key-value cache, so that an
-edited model samples exactly as it was trained. The model sees the last sequence_length tokens. An
-empty prompt begins a new document, and an end-of-text token ends a sample.
+edited model samples exactly as it was trained. The model sees the last sequence_length tokens.
+Every prompt begins a new document, and an end-of-text token ends a sample.
 """
 
 import codecs
@@ -54,7 +54,9 @@ def generate(gpt, tokens, count, choose, T, n_vocab):
 
 def write(ids, encoding, output):
     """Print ids as text while they are generated, until end-of-text; return their number."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be cut
+    decoder = codecs.getincrementaldecoder("utf-8")(
+        errors="replace"
+    )  # a token may end inside a character
     count = 0
     for token in ids:
         count += 1

@@ -1,4 +1,4 @@
-"""Where a step's time goes: `bash run.sh profile [--field=value ...]`, or by torchrun.
+"""Measure where the time of a step goes: `bash run.sh profile [--field=value ...]`, or by torchrun.
 
 From fresh weights, compiled and warm, it trains a few steps as any run would: some with each part
 timed, then some under torch.profiler. Rank 0 prints the time of each part and torch.profiler's
@@ -59,7 +59,7 @@ class Phases:
         self.settled = now
 
     def timed(self, part, function):
-        """Return the function with its time added to a part, as is the wait for its collective."""
+        """Return the function with its time, and the wait for its collective, added to a part."""
 
         @functools.wraps(function)
         def wrapper(*arguments, **named):
@@ -98,7 +98,7 @@ def set_up(args, stop=None):
     torch.manual_seed(args.seed)
     gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, device)).to(device)
     optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
-    with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused kernels of CPUs
+    with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
         train_gpt2.warm_up(gpt, args, val_loader)
     stop = stop or train_gpt2.StopRequest()
     return SimpleNamespace(

@@ -62,7 +62,7 @@ def of_most_steps(folder):
         steps[best] = -1
     if not steps:
         raise UserError(f"{folder} holds no weights: give a run's folder or a file")
-    return max(steps, key=steps.get)  # the first of several
+    return max(steps, key=steps.get)  # on a tie, the first
 
 
 def read(path):

@@ -75,14 +75,14 @@ def half_micro_batch(train_gpt2, run):
     run.settings["device_batch_size"] = max(1, run.settings["device_batch_size"] // 2)
 
 
-def compiling(train_gpt2, run, mode=None, budget=None, tuning=False):
-    """Compile the model with a mode, or another option of the compiler."""
+def compiling(train_gpt2, run, mode=None, budget=None, option=None):
+    """Compile the model with a mode, or with an option of Inductor turned on."""
 
     def compile_model(gpt, **options):
         if budget is not None:
             functorch_config.activation_memory_budget = budget
-        if tuning:
-            torch._inductor.config.coordinate_descent_tuning = True
+        if option is not None:
+            setattr(torch._inductor.config, option, True)
         nn.Module.compile(gpt, mode=mode, **options)
 
     train_gpt2.GPT.compile = compile_model
@@ -110,7 +110,8 @@ LEVERS = {  # in the order of the table
     "micro-batch / 2": half_micro_batch,
     "max-autotune": partial(compiling, mode="max-autotune-no-cudagraphs"),
     "reduce-overhead": partial(compiling, mode="reduce-overhead"),  # CUDA graphs
-    "coordinate descent": partial(compiling, tuning=True),
+    "coordinate descent": partial(compiling, option="coordinate_descent_tuning"),
+    "combo kernels": partial(compiling, option="combo_kernels"),  # casts in fewer launches
     "most kept": partial(compiling, budget=0.7),  # of the activations, as on CPUs
     "Muon compiled": muon_compiled,
 }
@@ -119,7 +120,7 @@ if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
 
 NEED_CUDA = (
     "expandable segments", "cudnn attention", "efficient attention", "reduce-overhead",
-    "coordinate descent", "most kept",
+    "coordinate descent", "combo kernels", "most kept",
 )  # fmt: skip
 # Environment variables of a lever's process
 ENVIRONMENT = {"expandable segments": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
