@@ -70,7 +70,7 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
     "third, other, arguments, sentence",  # what the third run of a has, and what the runs of b have
     [
         ({"seed": 1}, {}, TARGET, "seed more than once"),
-        ({"stopped_at": 30}, {}, TARGET, "ended at step 20 of 40"),
+        ({"stopped_at": 30}, {}, TARGET, "ended at step 30 of 40"),
         ({"loss": float("nan")}, {}, TARGET, "diverged at step 40"),
         ({"batch_size": 8}, {}, TARGET, "in: batch_size 8 against 4"),
         ({"source": "another"}, {}, TARGET, "in: source of train_gpt2.py"),
@@ -85,7 +85,7 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
         ({}, {"target_val_loss": 1.6}, AGAINST, "target of these runs differ"),
         ({}, {"first": 21}, AGAINST, "plan of these runs differ"),
         ({}, {"num_iterations": 20}, AGAINST, "a read 1,280 tokens and b 640: the better side may"),
-        ({}, {"loss": 1.2}, AGAINST, "all losses of b are {1.2}: no spread"),
+        ({}, {"loss": 1.2}, AGAINST, "all losses of b are {1.2}: without spread"),
         ({}, {}, "--target=1.5 --n=5", "a has 3 runs, but n=5 was fixed before"),
         ({}, {}, "--target=1.7", "not the target in the logs, 1.5"),
         ({}, {}, "--against {}/a*", "a log is on both sides"),
@@ -150,7 +150,7 @@ def test_the_table_of_two_commands(tmp_path, capsys):
         ({"hash": "2" * 12}, "the training data differ"),
         ({"hash": "2" * 16, "train_tokens": 99}, "no data_hash in common"),
         ({"val_hash": "bb"}, "validation tokens"),
-        ({"stopped_at": 30}, "B_round1.txt ended at step 20 of 40"),
+        ({"stopped_at": 30}, "B_round1.txt ended at step 30 of 40"),
         ({"seed": 1}, "B has only the seeds {1}"),
         (None, r"B has the rounds \[1\], not \[1, 2\]"),
     ],
@@ -251,7 +251,7 @@ def test_logs_that_the_tool_did_not_write_stay(fake, tmp_path):
     "arguments, sentence",
     [
         (["{fake}", "{fake} --fail=1"], "ended with 1: one sentence"),
-        (["{fake}", "{fake} --cut=1"], "ended at step 20 of 40"),
+        (["{fake}", "{fake} --cut=1"], "ended at step 29 of 40"),
         (["nice {fake}", "{fake}"], "must be `bash run.sh ...`"),
         (["{fake}", "{fake}", "--arm=B: --x=1"], "must have different names"),
         (["{fake}", "--arm=--max_ngram=0"], "must be `NAME: --setting=value"),
