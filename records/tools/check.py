@@ -191,12 +191,21 @@ def check_time(args, loaders, rank, world_size, device):
     gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, device)).to(device)
     optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
     inputs, targets = train_loader.next_batch()
-    seconds, _ = timed(lambda: gpt(inputs[:1], targets[:1]).backward())
+
+    def one_sequence():
+        loss = gpt(inputs[:1], targets[:1])
+        loss.backward()
+        loss.item()  # waits for the device
+
+    seconds, _ = timed(one_sequence)
     gpt.zero_grad()
     step = seconds * len(inputs)
     if step > 60:
         total = timedelta(seconds=round(step * args.num_iterations))
-        return f"about {total} of training, if a step takes {step:.0f} s as one sequence says", None
+        return (
+            f"about {total} of training: {step:.0f} s per step, judging by one sequence",
+            None,
+        )
     try:
         compiling, _ = timed(train_gpt2.warm_up, gpt, args, val_loader)
     except Exception as error:
