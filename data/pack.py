@@ -161,7 +161,7 @@ def read_rows(file, text_field):
 def fault_of(text, text_field):
     """Return why a text cannot be packed, or an empty string."""
     if not isinstance(text, str):
-        return f"has no string in the field {text_field!r}"
+        return f"is not JSON with a string field {text_field!r}"
     if not text:
         return "is empty"
     try:

@@ -126,7 +126,7 @@ def test_the_time_of_a_plan_is_predicted_from_three_steps(tiny, monkeypatch):
     )
     monkeypatch.setattr(check, "timed", lambda *arguments: (10, None))
     text, _ = check.check_time(args, loaders, 0, 1, CPU)
-    assert text.startswith("about 20:00:00 of training, if a step takes 120 s")
+    assert text.startswith("about 20:00:00 of training: 120 s per step")
 
 
 def test_without_proc_all_memory_counts_as_free(tmp_path):

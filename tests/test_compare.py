@@ -26,7 +26,7 @@ from train_gpt2 import Hyperparameters, main
     [
         # By hand: the mean of x is 2, its variance 1, so t = (2 - 4) / sqrt(1 / 3).
         ("--target=4", 0, "t=-3.46 p=0.037; the mean's 95% interval -0.4841 to 4.4841"),
-        ("--target=4", 0, "No verdict: --n"),
+        ("--target=4", 0, "No verdict: pass --n"),
         ("--target=4 --n=3", 1, "No record: p=0.037 is not below 0.01"),
         ("--target=40 --n=3", 0, "Record: p=0.00012 is below 0.01, with the n=3"),
         ("--target=-40 --n=3", 1, "No record: p=1"),
@@ -374,7 +374,7 @@ def test_an_old_script_runs_with_its_own_files_and_flags(record, tmp_path, monke
         ({"products": "torch.int8"}, 0, "products is torch.int8 here, torch.float32 in the record"),
         ({"n_layer": 9}, None, "another experiment, not a repetition: n_layer 9 against 2"),
         ({"hash": "2" * 12}, None, "the training data differ"),
-        ({"val_hash": "bb"}, None, "other validation tokens"),
+        ({"val_hash": "bb"}, None, "the validation tokens differ"),
     ],
 )
 def test_the_verdict_on_a_repetition(changes, status, said, tmp_path, capsys):

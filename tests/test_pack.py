@@ -163,9 +163,17 @@ BAD = {  # name, content, what is said
     "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', "b.jsonl:3 is not JSON"),
     "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, "b.jsonl:4 is not JSON"),
     "JSON too deep": ("b.jsonl", GOOD + b"[" * 100000 + b"\n", "b.jsonl:2 is not JSON"),
-    "no object": ("b.jsonl", GOOD + b'["text"]\n', "b.jsonl:2 has no string in the field 'text'"),
-    "missing field": ("b.jsonl", GOOD + b'{"body": "x"}\n', "b.jsonl:2 has no string in the field"),
-    "no text": ("b.jsonl", GOOD + b'{"text": 5}\n', "b.jsonl:2 has no string in the field"),
+    "no object": (
+        "b.jsonl",
+        GOOD + b'["text"]\n',
+        "b.jsonl:2 is not JSON with a string field 'text'",
+    ),
+    "missing field": (
+        "b.jsonl",
+        GOOD + b'{"body": "x"}\n',
+        "b.jsonl:2 is not JSON with a string field",
+    ),
+    "no text": ("b.jsonl", GOOD + b'{"text": 5}\n', "b.jsonl:2 is not JSON with a string field"),
     "half a surrogate pair": (
         "b.jsonl",
         b'{"text": "\\ud800"}\n',
