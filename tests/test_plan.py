@@ -118,7 +118,7 @@ def test_the_plan_of_a_small_step_of_three_ranks():
 @compiles
 def test_an_impossible_number_of_gpus_is_refused_in_one_sentence():
     error = run_tool("records/tools/plan.py", "--world_size=7", status=1)
-    assert error == "plan.py: world_size=7 must divide 512\n"
+    assert error == "plan.py: world_size=7 must divide batch_size=512\n"
 
 
 def test_a_plan_is_compared_with_a_trace(tmp_path, capsys):
