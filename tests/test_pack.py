@@ -327,6 +327,16 @@ SUMS = [None, "abc", {"a.bin": None}, {"a.bin": "5b"}, {"../a.bin": "0" * 64}]
 MANIFESTS = ["[]", "{}", "null", "no json", "[" * 100_000, *map(manifest_of, SUMS)]
 
 
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=range(len(MANIFESTS)))
+def test_fault_14_a_damaged_manifest_is_refused(tmp_path, manifest):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "manifest.json").write_text(manifest)
+    (tmp_path / "a.txt").write_text("some text")
+    assert "manifest.json is damaged" in refusal(out, tmp_path / "a.txt")
+    assert (out / "manifest.json").read_text() == manifest
+
+
 def flip(content):
     """Return the content with one bit of a token flipped."""
     return content[:1030] + bytes([content[1030] ^ 1]) + content[1031:]
