@@ -255,6 +255,14 @@ def test_unusable_data_are_rejected(phrase, spoil, tmp_path):
         DistributedDataLoader(pattern, 6, 4, 0, 3, CPU)
 
 
+def test_a_batch_may_span_many_shards_in_the_order_of_their_names(tmp_path):
+    stream = np.arange(240)
+    loader = open_ranks(fresh_shards(tmp_path, np.split(stream, 120)), 2, 110, 1)[0]
+    order = sorted(range(120), key=str)  # s_0, s_1, s_10, s_100, ...
+    stream = stream.reshape(120, 2)[order].ravel()
+    assert (loader.next_batch()[0].numpy().ravel() == stream[:220]).all()
+
+
 def with_old_time(change):
     """Return a function that changes a file but restores its modification time."""
 
