@@ -497,7 +497,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
-        # Small chunks are slow. The least is as many logits as 512 tokens of GPT-2 have.
+        # Small chunks are slow: one has at least as many logits as 512 tokens of GPT-2.
         min_chunk_size = 512 * 50304 // len(weight)
         max_chunks = 2 if x.is_cuda else 8  # an estimate for GPUs, not measured
         chunks = min(max_chunks, max(1, len(x) // min_chunk_size))
@@ -1095,7 +1095,7 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
     loss, norms_sum = sum_over_ranks(torch.stack([loss, norms.sum()]))
     if world_size > 1:
         sync_gradients(model)
-    # Even a gradient that is not finite is applied, but then the caller ends the run unsaved.
+    # A gradient that is not finite is applied, too, but the caller then ends the run unsaved.
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             full_lr = group.setdefault("initial_lr", group["lr"])  # stored at the first step
@@ -1290,7 +1290,7 @@ def check_finite(value, name):
             check_finite(part, name)
     elif isinstance(value, (float, torch.Tensor)) and not torch.as_tensor(value).isfinite().all():
         raise UserError(
-            f"non-finite value in {name}; not saved or loaded: lower the learning rates"
+            f"non-finite value in {name}: nothing is saved or loaded; lower the learning rates"
         )
 
 
@@ -1588,8 +1588,8 @@ def leave_processes():
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        # The threads of gloo go on. Let them release the tensors of the last collective, or they
-        # may abort the process when the interpreter exits (seen with torch 2.13).
+        # gloo's threads outlive the group. Let them release the tensors of the last collective, or
+        # they may abort the process when the interpreter exits (seen with torch 2.13).
         time.sleep(0.2)
 
 

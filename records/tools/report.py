@@ -28,13 +28,10 @@ import io
 import re
 import shlex
 import statistics
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from runlog import ROOT, argument_parser, command, logs_in, natural, packages, read, require
 
 BLOCK = re.compile(
