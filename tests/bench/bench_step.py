@@ -1,40 +1,40 @@
-"""Time training steps in turn: python tests/bench/bench_step.py [LEVER ...] [--field=value ...]
+"""Time a training step of train_gpt2.py against other implementations of it, in turns.
 
-Compares the script's step with the plain step of tests/plain.py, or with each named lever of
-tests/bench/levers.py; `all` names those that can run here. Each side has a process of its own. In
-every round both take a few steps, in random order, so that a drifting machine slows both. The
-fields are Hyperparameters. --rounds=9 and --steps=3 set the number of rounds, and of steps in each.
+    python tests/bench/bench_step.py                            # against tests/plain.py
+    python tests/bench/bench_step.py "plain compiled" MY_COPY.py --n_layer=2
 
-The tokens are random. A ratio is to the script's step of the same round: its median, minimum and
-maximum. The loss is that of the last training step. Run nothing beside it.
+An opponent is `plain`, `plain compiled`, or the path of an edited copy of train_gpt2.py. Each side
+runs in its own process. In every round both take a few steps, in random order, so that a drifting
+machine slows both. Other arguments are settings of train_gpt2.py. --rounds=9 and --steps=3 set the
+number of rounds, and the number of steps in each.
+
+The tokens are random. A ratio compares the two sides within one round; the table shows its median,
+minimum and maximum. The loss is that of the last training step. Run nothing else meanwhile.
 """
 
 import argparse
-import contextlib
-import dataclasses
+import importlib.util
 import multiprocessing
-import os
 import platform
 import random
-import resource
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("", "records/tools", "tests", "tests/bench")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "records/tools", "tests")]
 import plain  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
-from levers import ENVIRONMENT, LEVERS, NEED_CUDA  # noqa: E402
 from runlog import PEAK_FLOPS, flops_per_token  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
+SCRIPT = ROOT / "train_gpt2.py"
+PLAIN = "plain", "plain compiled"
 SETTINGS = [
     "--n_layer=4", "--n_head=2", "--n_embd=256", "--vocab_size=50304",
     "--batch_size=16", "--device_batch_size=16", "--sequence_length=256",
@@ -48,7 +48,7 @@ class Team:
     The function answers every request it receives from the pipe. The ranks may meet in the folder.
     """
 
-    def __init__(self, function, world_size, *arguments, **environment):
+    def __init__(self, function, world_size, *arguments):
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self.processes = []
@@ -57,8 +57,7 @@ class Team:
             ours, theirs = context.Pipe()
             given = theirs, rank, world_size, self.folder.name, *arguments
             process = context.Process(target=function, args=given, daemon=True)
-            with mock.patch.dict(os.environ, environment):
-                process.start()
+            process.start()
             theirs.close()  # so that the end of the process is noticed
             self.processes.append(process)
             self.pipes.append(ours)
@@ -88,7 +87,16 @@ def tokens_of(args, device):
     return tokens[:-1].view(B, T), tokens[1:].view(B, T)
 
 
-def prepare_plain(run, gpt, args):
+def load_script(path):
+    """Import a copy of train_gpt2.py and return the module."""
+    spec = importlib.util.spec_from_file_location("opponent", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def prepare_plain(gpt, args, is_compiled):
     """Return (warm_up, step) of tests/plain.py, with the weights of gpt."""
     if args.max_ngram or args.key_shift or args.logit_softcap:
         raise ValueError("the plain model has no n-grams, key shift or soft-cap: set them to 0")
@@ -98,7 +106,7 @@ def prepare_plain(run, gpt, args):
     size = args.device_batch_size
 
     def warm_up(inputs, targets):
-        if run.plain_compiled:
+        if is_compiled:
             model.compile(dynamic=False)
 
     def step(inputs, targets):
@@ -108,10 +116,7 @@ def prepare_plain(run, gpt, args):
 
 
 def prepare_script(script, gpt, args):
-    """Return (warm_up, step) of a module train_gpt2, as a lever has left it.
-
-    This sets PyTorch's global options as training does. The plain step keeps PyTorch's own.
-    """
+    """Return (warm_up, step) of train_gpt2.py or of a copy, with PyTorch configured as there."""
     script.configure_backend(args, gpt.lm_head.weight.device)
     optimizers = script.build_optimizers(gpt, args, 0, 1)
 
@@ -127,60 +132,48 @@ def prepare_script(script, gpt, args):
     return warm_up, step
 
 
-def prepare(script, lever, settings):
-    """Apply a lever to a module train_gpt2; return (run, gpt, args, warm_up, step)."""
-    run = SimpleNamespace(settings=settings, plain=False, plain_compiled=False)
-    run.attention = contextlib.nullcontext()
-    lever(script, run)
-    args = script.Hyperparameters(**run.settings)
+def take_steps(pipe, rank, world_size, folder, side, args):
+    """Answer a number of steps with their mean seconds, and 0 with memory, graphs and loss."""
+    script = load_script(side) if side.endswith(".py") else train_gpt2
     _, _, device = script.join_processes(args)
     torch.manual_seed(args.seed)
     gpt = script.GPT(args, script.product_dtype(args, device)).to(device)
-    if run.plain:
-        return run, gpt, args, *prepare_plain(run, gpt, args)
-    return run, gpt, args, *prepare_script(script, gpt, args)
-
-
-def take_steps(pipe, rank, world_size, folder, name, settings):
-    """Answer a number of steps with their mean seconds, and 0 with memory, graphs and loss."""
-    run, gpt, args, warm_up, step = prepare(train_gpt2, LEVERS[name], settings)
-    device = gpt.lm_head.weight.device
+    if side in PLAIN:
+        warm_up, step = prepare_plain(gpt, args, side == "plain compiled")
+    else:
+        warm_up, step = prepare_script(script, gpt, args)
     batch = tokens_of(args, device)
-    with run.attention:
+    start = time.perf_counter()
+    warm_up(*batch)
+    step(*batch).item()
+    seconds = time.perf_counter() - start
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    device_name = train_gpt2.device_name(device)
+    machine = f"{device} {device_name}, {torch.get_num_threads()} threads"
+    flops, peak_flops = flops_per_token(gpt, args), PEAK_FLOPS.get(device_name)
+    pipe.send(dict(start=seconds, machine=machine, flops=flops, peak_flops=peak_flops))
+    while count := pipe.recv():
+        if device.type == "cuda":
+            step(*batch).item()  # takes back the memory that the other side used
         start = time.perf_counter()
-        warm_up(*batch)
-        step(*batch).item()
-        seconds = time.perf_counter() - start
-        torch.cuda.empty_cache()  # does nothing without a GPU
-        device_name = train_gpt2.device_name(device)
-        machine = f"{device} {device_name}, {torch.get_num_threads()} threads"
-        flops, peak_flops = flops_per_token(gpt, args), PEAK_FLOPS.get(device_name)
-        pipe.send(dict(start=seconds, machine=machine, flops=flops, peak_flops=peak_flops))
-        while count := pipe.recv():
-            if device.type == "cuda":
-                step(*batch).item()  # takes back the memory that the other side used
-            start = time.perf_counter()
-            for _ in range(count):
-                loss = step(*batch).item()
-            pipe.send((time.perf_counter() - start) / count)
-            torch.cuda.empty_cache()
+        for _ in range(count):
+            loss = step(*batch).item()
+        pipe.send((time.perf_counter() - start) / count)
+        torch.cuda.empty_cache()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    reserved = 0
-    if device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated() / 2**20
-        reserved = torch.cuda.max_memory_reserved() / 2**20
+    memory = train_gpt2.peak_memory(device)
+    reserved = torch.cuda.max_memory_reserved() / 2**20 if device.type == "cuda" else 0
     pipe.send(dict(memory=memory, reserved=reserved, graphs=graphs, loss=loss))
 
 
 # ---- The table ----------------------------------------------------------------------------------
-def compare(lever, settings, rounds, steps):
-    """Measure the script's step and a lever in turn, and print a table of the two."""
+def compare(opponent, args, rounds, steps):
+    """Measure the script's step and an opponent's in turns, and print a table of the two."""
     sides = []
     try:
-        for name in "script", lever:
-            team = Team(take_steps, 1, name, settings, **ENVIRONMENT.get(name, {}))
-            sides.append(SimpleNamespace(name=name, team=team, seconds=[]))
+        for name in str(SCRIPT), opponent:
+            team = Team(take_steps, 1, name, args)
+            sides.append(SimpleNamespace(name=Path(name).stem, team=team, seconds=[]))
             sides[-1].figures = team.hear()[0]
         for _ in range(rounds):
             for side in random.sample(sides, 2):
@@ -188,9 +181,9 @@ def compare(lever, settings, rounds, steps):
         for side in sides:
             side.figures |= side.team.ask(0)[0]
     except (EOFError, OSError):  # its own message is on stderr
-        print(f"{lever:22s} failed", flush=True)
+        print(f"{opponent:22s} failed", flush=True)
     else:
-        print_table(sides, settings["batch_size"] * settings["sequence_length"])
+        print_table(sides, args.batch_size * args.sequence_length)
     for side in sides:
         side.team.end()
 
@@ -199,7 +192,7 @@ def print_table(sides, tokens):
     """Print a row of figures for each side, and the seconds of its steps in each round."""
     script = sides[0]
     print(f"\n{script.figures['machine']}")
-    columns = "lever                   ms/step ratio (least..greatest)   MFU   peak MiB (ratio)"
+    columns = "step                    ms/step ratio (least..greatest)   MFU   peak MiB (ratio)"
     print(f"{columns} reserved  start s graphs    loss")
     for side in sides:
         ms = 1000 * statistics.median(side.seconds)
@@ -223,23 +216,18 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("levers", nargs="*", metavar="LEVER", help=", ".join(LEVERS))
+    parser.add_argument("opponents", nargs="*", default=["plain"], metavar="OPPONENT")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3)
-    options, fields = parser.parse_known_args()
-    levers = LEVERS if "all" in options.levers else options.levers or ["plain"]
-    if unknown := set(levers) - set(LEVERS):
-        parser.error(f"{unknown} are no levers")
-    args = train_gpt2.parse_args([*SETTINGS, *fields])
-    _, _, device = train_gpt2.join_processes(args)
-    products = train_gpt2.product_dtype(args, device)
-    print(f"command: python {' '.join(sys.argv)}\n{args}\n{options}", flush=True)
-    print(f"torch {torch.__version__}, {platform.platform()}, products in {products}")
-    for name in levers:
-        if name in NEED_CUDA and device.type != "cuda":
-            print(f"{name:22s} n/a: needs cuda", flush=True)
-        elif name != "script":
-            compare(name, dataclasses.asdict(args), options.rounds, options.steps)
+    options, settings = parser.parse_known_args()
+    args = train_gpt2.parse_args([*SETTINGS, *settings])
+    print(f"command: python {' '.join(sys.argv)}\n{args}", flush=True)
+    print(f"torch {torch.__version__}, {platform.platform()}")
+    for opponent in options.opponents:
+        if opponent not in PLAIN and not Path(opponent).is_file():
+            parser.error(f"{opponent} is neither a script nor one of {', '.join(PLAIN)}")
+    for opponent in options.opponents:
+        compare(opponent, args, options.rounds, options.steps)
     print("done")
 
 

@@ -14,9 +14,7 @@
 #      muon          tests/bench/bench_muon.py
 #      resume        killed and resumed: bit-identical?
 #   4  tests         pytest -m cuda
-#      levers        tests/bench/bench_step.py with LEVERS (names separated by commas; default: all).
-#                    Take several calls, and begin with
-#                    LEVERS="coordinate descent,most kept,8 chunks,one product,flash attention,Muon compiled"
+#      levers        a step of train_gpt2.py against copies that differ in one option (see LEVERS below)
 #   5  run           RUN_STEPS steps of the default settings (default 360) and a picture. It needs the
 #                    whole limit: take LIMIT divided by the step_avg of default_warm
 # Without names: the parts of calls 1, 3 and 4. DATA: folder with *train_*.bin and *val_*.bin, or
@@ -132,10 +130,30 @@ whole, cut = (torch.load('$work/logs/%s/state_step%010d.pt' % (name, $few), weig
 largest = max((whole[name] - cut[name]).abs().max().item() for name in whole)
 print('killed after a checkpoint and resumed: largest difference of a weight', largest)"
 }
+# Each lever is a name and a sed command that makes the edited copy of train_gpt2.py.
+option() { echo "s/^    torch.sparse.check.*/&\n    from torch._inductor import config\n    $1/"; }
+attention() {
+    echo "s/^        y = F.scaled.*/        with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.$1]):\n    &/"
+}
+LEVERS=(
+    "coordinate_descent=$(option config.coordinate_descent_tuning=True)"
+    "combo_kernels=$(option config.combo_kernels=True)"
+    "recompute_some=$(option functorch_config.activation_memory_budget=0.7)"
+    "eight_chunks=s/max_chunks = 2 if/max_chunks = 8 if/"
+    "cudnn_attention=$(attention CUDNN_ATTENTION)"
+    "flash_attention=$(attention FLASH_ATTENTION)"
+    "max_autotune=s/gpt.compile(/&mode='max-autotune-no-cudagraphs', /"
+    "cuda_graphs=s/gpt.compile(/&mode='reduce-overhead', /"
+    "expandable_segments=s/^import numpy.*/os.environ['PYTORCH_ALLOC_CONF']='expandable_segments:True'\n&/"
+)
 levers() {
-    local names
-    IFS=, read -ra names <<<"${LEVERS:-all}"
-    run_part levers "$python" tests/bench/bench_step.py "${names[@]}" "${small[@]}" \
+    local lever copies=()
+    for lever in "${LEVERS[@]}"; do
+        copies+=("$work/${lever%%=*}.py")
+        sed "${lever#*=}" train_gpt2.py >"${copies[-1]}"
+        ! cmp -s train_gpt2.py "${copies[-1]}" || { echo "${lever%%=*} changes nothing" >&2; exit 1; }
+    done
+    run_part levers "$python" tests/bench/bench_step.py "${copies[@]}" "${small[@]}" \
         --rounds="$rounds" --steps=4
 }
 run() {
