@@ -258,13 +258,15 @@ def parse_args(argv):
         title = field.metadata.get("group", "other")
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
+        choices = get_args(field.type)  # the values of a Literal
+        help = field.metadata.get("help", "") + (f" ({', '.join(choices)})" if choices else "")
         groups[title].add_argument(
             f"--{field.name}",
             type=converters.get(field.type, str),
-            choices=get_args(field.type) or None,  # the values of a Literal
+            choices=choices or None,
             default=field.default,
             metavar=str(field.default) or "''",  # --help shows the default here
-            help=help_of(field).replace("%", "%%"),
+            help=help.replace("%", "%%"),
         )
     # Each pass may change the defaults of the next one: first to those of the preset, then to those
     # that fit the data. Values on the command line take precedence in all of them.
@@ -289,13 +291,6 @@ def vocab_size_of(train_files, default):
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} is damaged: pack the data again, or move it away") from None
     return size if size < 1024 else (size + 127) // 128 * 128  # rounded up for speed
-
-
-def help_of(field):
-    """Return the help text of a setting, followed by its choices if it is a Literal."""
-    text = field.metadata.get("help", "")
-    choices = ", ".join(get_args(field.type))
-    return f"{text} ({choices})" if choices else text
 
 
 def boolean(text):
@@ -1436,17 +1431,26 @@ def reporting_bad_checkpoint(path):
         raise UserError(f"{path} is not a checkpoint of this run: {error!r}") from error
 
 
+def different_settings(saved, args, names):
+    """Return the saved values that differ from args, as arguments: "--n_layer=2 --seed=1"."""
+    arguments = []
+    for field in dataclasses.fields(args):
+        # A setting that did not exist yet had the effect of its default.
+        value = saved.get(field.name, field.default)
+        if field.name in names and value != getattr(args, field.name):
+            arguments.append(f"--{field.name}={value}")
+    return " ".join(arguments)
+
+
 def check_state(state, path, args, log):
     """Raise UserError unless a checkpoint was saved by a run with these settings and data."""
-    for field in dataclasses.fields(args):
-        name, value = field.name, getattr(args, field.name)
-        if name in CHANGEABLE_ON_RESUME:
-            continue
-        # A setting that did not exist yet had the effect of its default.
-        saved = state["hyperparameters"].get(name, field.default)
-        may_grow = name == "num_iterations" and isinstance(saved, int) and saved <= value
-        if saved != value and not may_grow:
-            raise UserError(f"{path} was saved with {name}={saved}, not {value}")
+    saved = state["hyperparameters"]
+    names = set(vars(args)) - set(CHANGEABLE_ON_RESUME)
+    if saved["num_iterations"] <= args.num_iterations:  # a resumed run may be longer
+        names.remove("num_iterations")
+    different = different_settings(saved, args, names)
+    if different:
+        raise UserError(f"{path} was saved with other settings: pass {different}")
     if state["val_hash"] != log.val_hash:
         raise UserError(f"{path} was saved with different validation tokens: restore val_files")
     position = args.batch_size * args.sequence_length * state["step"]
@@ -1479,23 +1483,17 @@ def load_init(args, gpt):
         raise UserError(f"--init={path} is not a complete file of weights, such as model.pt")
     with reporting_bad_checkpoint(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
-        saved_args = state["hyperparameters"]
-        if saved_args["vocab_size"] != args.vocab_size:
+        saved = state["hyperparameters"]
+        if saved["vocab_size"] != args.vocab_size:
             raise UserError(
-                f"--init={path} was trained with vocab_size={saved_args['vocab_size']}, not "
+                f"--init={path} was trained with vocab_size={saved['vocab_size']}, not "
                 f"{args.vocab_size}: pack the data with the encoding of that run"
             )
-        fixes = []
-        for field in dataclasses.fields(args):
-            if field.metadata.get("group") != "model":
-                continue
-            if field.name in ("seed", "dtype", "ngram_dropout"):
-                continue
-            saved = saved_args.get(field.name, field.default)
-            if saved != getattr(args, field.name):
-                fixes.append(f"--{field.name}={saved}")
-        if fixes:
-            raise UserError(f"--init={path} holds another model: pass {' '.join(fixes)}")
+        fields = dataclasses.fields(args)
+        names = {field.name for field in fields if field.metadata.get("group") == "model"}
+        different = different_settings(saved, args, names - {"seed", "dtype", "ngram_dropout"})
+        if different:
+            raise UserError(f"--init={path} holds another model: pass {different}")
         check_finite(state["model"], str(path))
         gpt.load_state_dict(state["model"])
 
@@ -1688,10 +1686,10 @@ def check_ranks_agree(facts, advice):
                 raise UserError(f"the ranks differ in {name} ({values}): {advice}")
 
 
-def check_ranks_read_the_same(loader, args):
-    """Collective: raise UserError if shards that this run needs differ between machines.
+def check_ranks_read_the_same(loader):
+    """Collective: raise UserError if shards differ between machines.
 
-    Ranks on the same machine share its files, so each checks only some of them.
+    Ranks on the same machine share its files, so each reads only some of them.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", loader.rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", loader.world_size))
@@ -1699,12 +1697,8 @@ def check_ranks_read_the_same(loader, args):
         return
     sizes = [size for size, _ in loader.contents]
     check_ranks_agree({"the sizes of their shards": sizes}, "give all machines the same data")
-    last_target = args.num_iterations * loader.tokens_per_step  # its position in the stream
-    shards = len(loader.paths)
-    if loader.shuffle_seed is None and last_target < loader.total_tokens:
-        shards = 1 + np.searchsorted(loader.ends, last_target, side="right")
     checksums = {}
-    for i in range(local_rank, shards, local_size):
+    for i in range(local_rank, len(loader.paths), local_size):
         checksums[i] = crc32_of_file(loader.paths[i])
     seen = {}
     for rank, rank_checksums in enumerate(all_gather_objects(checksums)):
@@ -1959,7 +1953,7 @@ def main(args, stop=None):
     val_tokens = on_all_ranks(val_loader.read, 0, args.val_tokens + 1)
     val_hash = hashlib.sha256(val_tokens).hexdigest()[:16]
     check_ranks_agree({"val_hash": val_hash}, "give all machines the same val_files")
-    check_ranks_read_the_same(train_loader, args)
+    check_ranks_read_the_same(train_loader)
 
     torch.manual_seed(args.seed)
     gpt = GPT(args, dtype).to(device)

@@ -2,17 +2,15 @@
 
 import os
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import shards
 import torch
-from conftest import run_ranks, write_shard
+from conftest import write_shard
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-import train_gpt2
 from train_gpt2 import DistributedDataLoader, UserError, check_shard
 
 IN_ONE_FOLDER = [HealthCheck.function_scoped_fixture]
@@ -136,39 +134,6 @@ def test_a_state_of_other_tokens_is_rejected(tmp_path):
             restored(tokens)
     with pytest.raises(UserError, match="no longer holds"):
         restored(stream, position=130)
-
-
-def compare_shards(rank, world_size, folder, cases):
-    errors = []
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    args = SimpleNamespace(num_iterations=2)
-    for case in range(cases):
-        os.chdir(folder / f"{rank}_{case}")  # as on several machines: equal names, other files
-        loader = DistributedDataLoader("s_*.bin", world_size * 12_000, 4, rank, world_size, CPU)
-        try:
-            errors.append(train_gpt2.check_ranks_read_the_same(loader, args))
-        except UserError as error:
-            errors.append(str(error))
-    return errors
-
-
-def test_ranks_with_different_shards_stop(tmp_path):
-    """Even if only the last token of a long shard differs."""
-    usual = [range(9), np.arange(150_000)]
-    other = np.arange(150_000)
-    other[-1] += 1
-    of_rank_2 = [usual, [range(9), other], [range(9), usual[1][:-1]], [range(9)]]
-    for case, parts in enumerate(of_rank_2):
-        for rank in range(3):
-            (tmp_path / f"{rank}_{case}").mkdir()
-            fresh_shards(tmp_path / f"{rank}_{case}", parts if rank == 2 else usual)
-    for first, *others in run_ranks(
-        compare_shards, 3, tmp_path / "ranks", tmp_path, len(of_rank_2)
-    ):
-        assert first is None
-        assert "s_1.bin differs on the machine of rank 2" in others[0]
-        for error in others[1:]:
-            assert error.startswith("the ranks differ in the sizes of their shards")
 
 
 # ---- Damaged and changing files ------------------------------------------------------------------
