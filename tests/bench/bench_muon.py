@@ -1,27 +1,25 @@
-"""Time Muon's step against that of torch.optim.Muon.
+"""Time Muon's step against that of torch.optim.Muon, in turns.
 
-    python tests/bench/bench_muon.py                        # one process, all cores
-    python tests/bench/bench_muon.py --processes=2          # two ranks with one thread each
+    python tests/bench/bench_muon.py                        # all cores, or the GPU
 
-Both have their own processes. They take turns, and each ratio is of two turns of the same round. A
-turn is five steps of a small set, so that caches are as warm as they are in training, or one step
-of GPT-2 124M. torch.optim.Muon is not distributed: each of its ranks updates all matrices. It
-always multiplies in bfloat16. On a CPU without bfloat16 instructions a turn is one step, and
-torch.optim.Muon is left out for GPT-2 124M, where it would need minutes for one.
+A turn is five steps of a small set of matrices, so that caches are as warm as they are in training,
+or one step of GPT-2 124M. Each ratio compares two turns of the same round. torch.optim.Muon always
+multiplies in bfloat16. On a CPU without bfloat16 instructions a turn is one step, and
+torch.optim.Muon is left out for GPT-2 124M, where one of its steps would take minutes.
 """
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from bench_step import Team
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt2
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LIBRARY = "torch.optim.Muon"
 
 
 def gpt2_shapes(n_layer, C):
@@ -45,57 +43,38 @@ def random_parameters(shapes):
     return params
 
 
-def seconds_of_step(optimizer):
+def ms_of_step(optimizer, steps):
+    """Return the mean time of a step in milliseconds."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    optimizer.step()
+    for _ in range(steps):
+        optimizer.step()
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return 1000 * (time.perf_counter() - start) / steps
 
 
-def take_steps(pipe, rank, world_size, folder, name, dtype, shapes):
-    """Answer each number of steps with the mean seconds of one."""
-    if world_size > 1:
-        torch.set_num_threads(1)
-    params = random_parameters(shapes)
-    if name == LIBRARY:
-        optimizer = torch.optim.Muon(params, lr=1e-4, weight_decay=0.0)
-    else:
-        optimizer = train_gpt2.Muon(params, lr=1e-4, rank=rank, world_size=world_size, dtype=dtype)
-    if world_size > 1:
-        meeting = f"file://{folder}/rendezvous"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
-    seconds_of_step(optimizer)  # warms up
-    pipe.send("ready")
-    while True:
-        steps = pipe.recv()
-        pipe.send(sum(seconds_of_step(optimizer) for _ in range(steps)) / steps)
-
-
-def compare(title, shapes, dtype, rounds, world_size):
+def compare(title, shapes, dtype, rounds):
     """Print a table for one set of matrices."""
     has_bf16 = dtype == torch.bfloat16
     small = sum(m * n for m, n in shapes) < 2**23
     steps = 5 if small and has_bf16 else 1
     print(
-        f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {world_size} process(es) with "
-        f"{torch.get_num_threads() if world_size == 1 else 1} thread(s), {rounds} rounds "
-        f"of {steps} step(s); matmuls in {dtype}, {LIBRARY}'s in torch.bfloat16"
+        f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {torch.get_num_threads()} thread(s), "
+        f"{rounds} rounds of {steps} step(s), matmuls of ours in {dtype}"
     )
-    print(f"{'':18s} {'median ms':>10s} {'range':>19s} {'/ ours':>8s} {'range':>13s}")
-    names = ["ours", LIBRARY]
-    if not small and not has_bf16:
-        print(f"{names.pop()} is left out: a step would take minutes")
-    teams = {}
-    for name in names:
-        teams[name] = Team(take_steps, world_size, name, dtype, shapes)
-        teams[name].hear()
-    times = {name: [] for name in teams}
+    optimizers = {"ours": train_gpt2.Muon(random_parameters(shapes), lr=1e-4, dtype=dtype)}
+    if small or has_bf16:
+        params = random_parameters(shapes)
+        optimizers["torch.optim.Muon"] = torch.optim.Muon(params, lr=1e-4, weight_decay=0.0)
+    times = {name: [] for name in optimizers}
+    for optimizer in optimizers.values():
+        ms_of_step(optimizer, 1)  # warms up
     for _ in range(rounds):
-        for name, team in teams.items():
-            times[name].append(1000 * max(team.ask(steps)))  # of the slowest rank
+        for name, optimizer in optimizers.items():
+            times[name].append(ms_of_step(optimizer, steps))
+    print(f"{'':18s} {'median ms':>10s} {'range':>19s} {'/ ours':>8s} {'range':>13s}")
     for name, ms in times.items():
         ratios = [other / ours for other, ours in zip(ms, times["ours"])]
         print(
@@ -103,7 +82,6 @@ def compare(title, shapes, dtype, rounds, world_size):
             f"{statistics.median(ratios):8.2f} {min(ratios):6.2f}-{max(ratios):6.2f}",
             flush=True,
         )
-        teams[name].end()
 
 
 def main():
@@ -112,12 +90,11 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=SETS, help="one of the sets of matrices")
-    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     dtype = train_gpt2.product_dtype(train_gpt2.Hyperparameters(), DEVICE)
     for title, shapes in SETS.items():
         if options.only in (None, title):
-            compare(title, shapes, dtype, options.rounds, options.processes)
+            compare(title, shapes, dtype, options.rounds)
 
 
 if __name__ == "__main__":

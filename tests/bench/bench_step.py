@@ -19,8 +19,8 @@ import platform
 import random
 import statistics
 import sys
-import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,43 +39,6 @@ SETTINGS = [
     "--n_layer=4", "--n_head=2", "--n_embd=256", "--vocab_size=50304",
     "--batch_size=16", "--device_batch_size=16", "--sequence_length=256",
 ]  # fmt: skip
-
-
-# ---- Processes that take turns ------------------------------------------------------------------
-class Team:
-    """Processes that call function(pipe, rank, world_size, folder, *arguments).
-
-    The function answers every request it receives from the pipe. The ranks may meet in the folder.
-    """
-
-    def __init__(self, function, world_size, *arguments):
-        context = multiprocessing.get_context("spawn")
-        self.folder = tempfile.TemporaryDirectory()
-        self.processes = []
-        self.pipes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            given = theirs, rank, world_size, self.folder.name, *arguments
-            process = context.Process(target=function, args=given, daemon=True)
-            process.start()
-            theirs.close()  # so that the end of the process is noticed
-            self.processes.append(process)
-            self.pipes.append(ours)
-
-    def hear(self):
-        """Return the next answers of all ranks. Raises EOFError if one of them failed."""
-        return [pipe.recv() for pipe in self.pipes]
-
-    def ask(self, request):
-        for pipe in self.pipes:
-            pipe.send(request)
-        return self.hear()
-
-    def end(self):
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.folder.cleanup()
 
 
 # ---- A side, in its own process -----------------------------------------------------------------
@@ -132,60 +95,76 @@ def prepare_script(script, gpt, args):
     return warm_up, step
 
 
-def take_steps(pipe, rank, world_size, folder, side, args):
-    """Answer a number of steps with their mean seconds, and 0 with memory, graphs and loss."""
-    script = load_script(side) if side.endswith(".py") else train_gpt2
-    _, _, device = script.join_processes(args)
-    torch.manual_seed(args.seed)
-    gpt = script.GPT(args, script.product_dtype(args, device)).to(device)
-    if side in PLAIN:
-        warm_up, step = prepare_plain(gpt, args, side == "plain compiled")
-    else:
-        warm_up, step = prepare_script(script, gpt, args)
-    batch = tokens_of(args, device)
-    start = time.perf_counter()
-    warm_up(*batch)
-    step(*batch).item()
-    seconds = time.perf_counter() - start
-    torch.cuda.empty_cache()  # does nothing without a GPU
-    device_name = train_gpt2.device_name(device)
-    machine = f"{device} {device_name}, {torch.get_num_threads()} threads"
-    flops, peak_flops = flops_per_token(gpt, args), PEAK_FLOPS.get(device_name)
-    pipe.send(dict(start=seconds, machine=machine, flops=flops, peak_flops=peak_flops))
-    while count := pipe.recv():
-        if device.type == "cuda":
-            step(*batch).item()  # takes back the memory that the other side used
+class Side:
+    """An implementation of the training step, ready to be timed in this process."""
+
+    current = None  # the only one of a process; the functions below use it
+
+    def __init__(self, name, args):
+        script = load_script(name) if name.endswith(".py") else train_gpt2
+        _, _, self.device = script.join_processes(args)
+        torch.manual_seed(args.seed)
+        gpt = script.GPT(args, script.product_dtype(args, self.device)).to(self.device)
+        if name in PLAIN:
+            warm_up, self.step = prepare_plain(gpt, args, name == "plain compiled")
+        else:
+            warm_up, self.step = prepare_script(script, gpt, args)
+        self.batch = tokens_of(args, self.device)
         start = time.perf_counter()
-        for _ in range(count):
-            loss = step(*batch).item()
-        pipe.send((time.perf_counter() - start) / count)
-        torch.cuda.empty_cache()
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    memory = train_gpt2.peak_memory(device)
-    reserved = torch.cuda.max_memory_reserved() / 2**20 if device.type == "cuda" else 0
-    pipe.send(dict(memory=memory, reserved=reserved, graphs=graphs, loss=loss))
+        warm_up(*self.batch)
+        self.step(*self.batch).item()
+        self.start_seconds = time.perf_counter() - start
+        self.flops = flops_per_token(gpt, args)
+        torch.cuda.empty_cache()  # does nothing without a GPU
+
+
+def start(name, args):
+    Side.current = Side(name, args)
+
+
+def seconds_per_step(steps):
+    side = Side.current
+    if side.device.type == "cuda":
+        side.step(*side.batch).item()  # takes back the memory that the other side used
+    start = time.perf_counter()
+    for _ in range(steps):
+        side.loss = side.step(*side.batch).item()
+    seconds = (time.perf_counter() - start) / steps
+    torch.cuda.empty_cache()
+    return seconds
+
+
+def figures():
+    side = Side.current
+    device_name = train_gpt2.device_name(side.device)
+    on_gpu = side.device.type == "cuda"
+    return dict(
+        machine=f"{side.device} {device_name}, {torch.get_num_threads()} threads",
+        start=side.start_seconds,
+        flops=side.flops,
+        peak_flops=PEAK_FLOPS.get(device_name),
+        memory=train_gpt2.peak_memory(side.device),
+        reserved=torch.cuda.max_memory_reserved() / 2**20 if on_gpu else 0,
+        graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        loss=side.loss,
+    )
 
 
 # ---- The table ----------------------------------------------------------------------------------
 def compare(opponent, args, rounds, steps):
     """Measure the script's step and an opponent's in turns, and print a table of the two."""
-    sides = []
-    try:
-        for name in str(SCRIPT), opponent:
-            team = Team(take_steps, 1, name, args)
-            sides.append(SimpleNamespace(name=Path(name).stem, team=team, seconds=[]))
-            sides[-1].figures = team.hear()[0]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as ours, ProcessPoolExecutor(1, spawn) as theirs:
+        sides = []
+        for name, process in (str(SCRIPT), ours), (opponent, theirs):
+            process.submit(start, name, args).result()
+            sides.append(SimpleNamespace(name=Path(name).stem, process=process, seconds=[]))
         for _ in range(rounds):
             for side in random.sample(sides, 2):
-                side.seconds.append(side.team.ask(steps)[0])
+                side.seconds.append(side.process.submit(seconds_per_step, steps).result())
         for side in sides:
-            side.figures |= side.team.ask(0)[0]
-    except (EOFError, OSError):  # its own message is on stderr
-        print(f"{opponent:22s} failed", flush=True)
-    else:
-        print_table(sides, args.batch_size * args.sequence_length)
-    for side in sides:
-        side.team.end()
+            side.figures = side.process.submit(figures).result()
+    print_table(sides, args.batch_size * args.sequence_length)
 
 
 def print_table(sides, tokens):
@@ -227,7 +206,10 @@ def main():
         if opponent not in PLAIN and not Path(opponent).is_file():
             parser.error(f"{opponent} is neither a script nor one of {', '.join(PLAIN)}")
     for opponent in options.opponents:
-        compare(opponent, args, options.rounds, options.steps)
+        try:
+            compare(opponent, args, options.rounds, options.steps)
+        except Exception as error:  # for example, a kernel that this device does not have
+            print(f"{opponent} failed: {str(error).splitlines()[0]}", flush=True)
     print("done")
 
 
