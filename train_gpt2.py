@@ -1236,7 +1236,7 @@ class Log:
         memory = peak_memory(train_loader.device)
         self(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
         path = self.folder / "model.pt"
-        if not save_weights(gpt, val_loss, path, self, args):
+        if not save_weights(gpt, args.num_iterations, val_loss, path, self, args):
             raise UserError(f"{path} was not written, so the final weights are lost: free space")
         self(f"weights: {path}; `bash run.sh sample` generates text from them")
         path = self.folder / "best.pt"
@@ -1312,12 +1312,13 @@ def write_checkpoint(state, path, log):
         return False
 
 
-def save_weights(gpt, val_loss, path, log, args):
-    """Write only the weights (rank 0 does it); return whether this succeeded.
+def save_weights(gpt, step, val_loss, path, log, args):
+    """Write the weights after `step` steps (rank 0 does it); return whether this succeeded.
 
     Raises UserError if a weight is not finite.
     """
     weights = dict(
+        step=step,
         hyperparameters=vars(args),
         dtype=str(gpt.dtype),
         val_loss=val_loss,
@@ -1467,7 +1468,7 @@ def load_run_state(path, state, gpt, optimizers, train_loader, log):
         check_finite(state, str(path))
         gpt.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, saved)
+            load_optimizer(optimizer, saved, path)
         train_loader.load_state_dict(state["train_loader"])
         log.seconds["train"] = float(state["train_seconds"])
         # A run deletes only checkpoints that it wrote, listed in "files". A foreign checkpoint may
@@ -1498,11 +1499,11 @@ def load_init(args, gpt):
         gpt.load_state_dict(state["model"])
 
 
-def load_optimizer(optimizer, saved):
-    """Load a saved state into an optimizer.
+def load_optimizer(optimizer, saved, path):
+    """Load the state of an optimizer that was saved in a checkpoint at path.
 
-    Numbers in param_groups, except learning rates, are restored, because some optimizers count
-    their steps there. Raises ValueError if any other option or the shape of a tensor differs.
+    Raises UserError if an option other than the learning rate differs, or ValueError if the shape
+    of a tensor does.
     """
     names = {
         "AdamW": ("step", "exp_avg", "exp_avg_sq"),
@@ -1516,11 +1517,14 @@ def load_optimizer(optimizer, saved):
             if state[name].shape != shape:
                 raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
     groups = optimizer.state_dict()["param_groups"]
-    for group, saved_group in zip(groups, saved["param_groups"]):
+    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
         for name, value in group.items():
-            are_numbers = {type(value), type(saved_group[name])} <= {int, float}  # bools are not
-            if not are_numbers and saved_group[name] != value:
-                raise ValueError(f"{name} is {saved_group[name]}, not {value}")
+            saved_value = saved_group.setdefault(name, value)  # older versions lack some options
+            # Other optimizers may count their steps in an option, which is restored.
+            may_differ = not names and type(value) in (int, float)
+            if name != "lr" and saved_value != value and not may_differ:
+                option = f"{name}={saved_value} of {type(optimizer).__name__}"
+                raise UserError(f"{path} was saved with {option}, not {value}: undo this change")
         saved_group["lr"] = group["lr"]
         saved_group.pop("initial_lr", None)  # train_step sets it again from lr
     optimizer.load_state_dict(saved)
@@ -1803,7 +1807,7 @@ def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
     # A run that repeats its text may overfit, so it also keeps its best weights.
     if args.val_loss_every and epochs(args, train_loader) > 1:
         is_best = log.best_loss is None or loss < log.best_loss
-        if is_best and save_weights(gpt, loss, log.folder / "best.pt", log, args):
+        if is_best and save_weights(gpt, step, loss, log.folder / "best.pt", log, args):
             log.best_loss = loss
     return loss
 

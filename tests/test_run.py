@@ -475,7 +475,7 @@ def test_the_weights_of_the_best_validation_stay_where_the_text_repeats(tiny, tm
             run_here(fields, run_id="again", resume="auto")
         assert f"val_loss:3.0000: {folder}/best.pt\nresult" in capsys.readouterr().out
         best = torch.load(folder / "best.pt", weights_only=True)
-        assert best["val_loss"] == 3.0
+        assert (best["step"], best["val_loss"]) == (6, 3.0)
         assert best.keys() == torch.load(folder / "model.pt", weights_only=True).keys()
         (folder / "model.pt").unlink()
         (tmp_path / "logs" / "again.txt").unlink()

@@ -1,6 +1,7 @@
 """Stopping, killing, damaging and going on: a run loses nothing and says why it ended."""
 
 import fcntl
+import functools
 import io
 import os
 import re
@@ -602,6 +603,9 @@ def test_a_good_checkpoint_that_cannot_be_loaded_is_an_error(half, tmp_path):
         sgd = [torch.optim.SGD([torch.zeros(1)])]
         patch.setattr(train_gpt2, "build_optimizers", lambda *arguments: sgd)
         refused(r"was saved with \['AdamW', 'Muon'\], not \['SGD'\]", half)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-10))
+        refused("was saved with eps=1e-08 of AdamW, not 1e-10: undo this change", half)
     assert content(tmp_path / "logs").keys() == before.keys()
 
 
