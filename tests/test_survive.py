@@ -496,6 +496,7 @@ def test_what_does_not_fit_to_earlier_runs_is_refused(
 
 def test_a_run_starts_from_the_weights_of_another(tiny, weights, capsys):
     """At step 0, with new optimizers; from model.pt and from a checkpoint alike."""
+    tiny["seed"] = 1  # may differ
     last = validations((weights.parents[1] / "first.txt").read_text())[-1][1]
     checkpoint = weights.with_name("state_step0000000006.pt")
     capsys.readouterr()
@@ -533,7 +534,10 @@ def test_a_run_goes_on_with_other_processes_and_micro_batches(dtype, tiny, capsy
 
 
 def test_a_run_may_grow_and_its_data_be_added_and_moved(half, tmp_path, monkeypatch, capsys):
-    """Its dtype may be another, too, which auto chooses on another machine."""
+    """Its dtype may be another, too, which auto chooses on another machine, and its script newer."""
+    state = torch.load(half["resume"], weights_only=True)
+    del state["hyperparameters"]["shuffle"]
+    save_with_checksum(state, half["resume"])
     (tmp_path / "moved").mkdir()
     for path in tmp_path.glob("train_*.bin"):
         os.rename(path, tmp_path / "moved" / path.name)
