@@ -624,9 +624,10 @@ class CountingSGD(torch.optim.SGD):
 
 
 def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tiny, tmp_path, monkeypatch):
-    """But for learning rates."""
+    """But for learning rates, which may be edited in the script."""
+    rates = [0.01]
     monkeypatch.setattr(
-        train_gpt2, "build_optimizers", lambda gpt, *_: [CountingSGD(gpt.parameters(), 0.01)]
+        train_gpt2, "build_optimizers", lambda gpt, *_: [CountingSGD(gpt.parameters(), rates[-1])]
     )
     run_here(tiny, run_id="whole", save_every=6)
     run_here(tiny, 3, run_id="part")
@@ -634,6 +635,11 @@ def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tiny, tmp_path, monkey
     state = last_bits(tmp_path / "logs" / "part")
     assert state == last_bits(tmp_path / "logs" / "whole")
     assert state["optimizers"][0]["param_groups"][0]["count"] == 6
+    rates.append(0.02)
+    whole = str(tmp_path / "logs" / "whole" / "state_step0000000006.pt")
+    run_here(tiny, run_id="edited", save_every=7, num_iterations=7, resume=whole)
+    state = last_bits(tmp_path / "logs" / "edited")
+    assert state["optimizers"][0]["param_groups"][0]["initial_lr"] == 0.02
 
 
 # ---- Files: damaged, foreign, hostile -----------------------------------------------------------
