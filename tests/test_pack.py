@@ -1,4 +1,4 @@
-"""data/pack.py: any text to shards, and never half a set of them; data/shards.py verifies it."""
+"""data/pack.py packs text into complete sets of shards, which data/shards.py verifies."""
 
 import contextlib
 import gzip
@@ -19,8 +19,6 @@ from conftest import SHARED_DATA
 from shards import shard_size, verify
 
 BOOKS = SHARED_DATA / "books" / "books.jsonl.xz"
-SHAKESPEARE = SHARED_DATA / "shakespeare" / "input.txt.xz"
-needs_books = pytest.mark.skipif(not BOOKS.exists(), reason="the corpus is not beside this clone")
 TEXTS = [f"{i}: naïve €\nprint('😀')\r\n" * (1 + i % 7) for i in range(300)]
 
 
@@ -36,7 +34,7 @@ def packed(out, *arguments):
 
 
 def refusal(out, *arguments):
-    """Return the sentence with which a pack into out ends."""
+    """Return the one-line error message of a pack into out."""
     with pytest.raises(SystemExit) as error:
         pack.main([*map(str, arguments), "--out", str(out)])
     sentence = error.value.code
@@ -58,6 +56,10 @@ def split_documents(folder, split, end_of_text=256):
     return [bytes(tokens[a + 1 : b].tolist()) for a, b in itertools.pairwise(starts)]
 
 
+def is_held_out(name, fraction):
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < fraction * 2**32
+
+
 def all_files(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -77,20 +79,20 @@ def test_bytes_are_packed_in_path_order_and_held_out_by_name(tmp_path, monkeypat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())
     choice = ["--pattern", "*.py", "--exclude", "version.py", "--val_fraction", 0.3, "--skip_bad"]
-    manifest = packed(out, source, *choice)  # verified, too
+    manifest = packed(out, source, *choice)
     expected = {"train": [], "val": []}
     for name in sorted(texts):
-        held = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < 0.3 * 2**32
-        expected["val" if held else "train"].append(texts[name].encode())
+        split = "val" if is_held_out(name, 0.3) else "train"
+        expected[split].append(texts[name].encode())
     for split, documents in expected.items():
         assert split_documents(out, split) == documents and documents
         assert manifest[split]["tokens"] == len(shard_tokens(out, split))
     assert shard_size(out / "train_000001.bin") == 1000
-    assert manifest["skipped"] == ["empty.py:1 is empty"]
-    assert {path.suffix for path in out.iterdir()} == {".bin", ".json"}  # nothing half
+    assert manifest["skipped"] == ["empty.py:1 is empty"] and manifest["vocab_size"] == 257
+    assert {path.suffix for path in out.iterdir()} == {".bin", ".json"}
 
 
-@needs_books
+@pytest.mark.skipif(not BOOKS.exists(), reason="the corpus is not beside this clone")
 def test_books_equal_an_independent_tokenization(tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "SHARD_TOKENS", 1_000_000)
     packed(tmp_path / "out", BOOKS, "--encoding", "gpt2", "--val_fraction", 0)
@@ -101,21 +103,9 @@ def test_books_equal_an_independent_tokenization(tmp_path, monkeypatch):
     assert shard_tokens(tmp_path / "out", "train").tolist() == expected
 
 
-@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the text is not beside this clone")
-def test_tiny_shakespeare_is_split_as_nanogpt_splits_it(tmp_path):
-    """Without any option: nanoGPT trains on the first int(0.9 * n) characters."""
-    text = lzma.open(SHAKESPEARE).read()
-    (tmp_path / "input.txt").write_bytes(text)
-    manifest = packed(tmp_path / "out", tmp_path / "input.txt")
-    cut = int(0.9 * len(text))
-    assert shard_tokens(tmp_path / "out", "train").tolist() == [256, *text[:cut]]
-    assert shard_tokens(tmp_path / "out", "val").tolist() == list(text[cut:])
-    assert manifest["vocab_size"] == 257
-
-
 @pytest.mark.parametrize("texts, fraction", [(1, 0.25), (2, 0.1), (10, 0.1), (11, 0.3)])
 def test_the_end_of_few_documents_is_held_out(tmp_path, monkeypatch, texts, fraction):
-    """By tokens, although the hash of 1.txt would hold it out; of 11 documents, whole ones are."""
+    """Of 11 documents, whole ones are held out."""
     monkeypatch.setattr(pack, "SHARD_TOKENS", 7001)
     names = [tmp_path / f"{i}.txt" for i in range(texts)]
     for i, name in enumerate(names):
@@ -129,9 +119,13 @@ def test_the_end_of_few_documents_is_held_out(tmp_path, monkeypatch, texts, frac
 
 @pytest.mark.parametrize("form", [".gz", ".xz", ".parquet"])
 def test_every_format_gives_the_same_documents(tmp_path, form):
+    """The text of a line or row decides whether it is held out."""
     lines = write_lines(tmp_path / "a.jsonl", TEXTS)
-    expected = packed(tmp_path / "out", lines)
-    assert sum(len(split_documents(tmp_path / "out", split)) for split in ("train", "val")) == 300
+    expected = packed(tmp_path / "out", tmp_path)
+    assert packed(tmp_path / "out", tmp_path) == expected  # it does not read its own output
+    for split, held_out in ("train", False), ("val", True):
+        texts = [text.encode() for text in TEXTS if is_held_out(text, 0.1) == held_out]
+        assert split_documents(tmp_path / "out", split) == texts
     path = tmp_path / f"b.jsonl{form}"
     if form == ".parquet":
         pyarrow, parquet = (pytest.importorskip(f"pyarrow{name}") for name in ("", ".parquet"))
@@ -140,54 +134,27 @@ def test_every_format_gives_the_same_documents(tmp_path, form):
     else:
         compress = {".gz": gzip.compress, ".xz": lzma.compress}[form]
         path.write_bytes(compress(lines.read_bytes()))
-    manifest = packed(tmp_path / "again", path)
-    assert manifest["shards"] == expected["shards"]
-
-
-def test_added_documents_move_no_other_between_the_splits(tmp_path):
-    texts = [f"{i} " * 10 for i in range(400)]
-    before = {"train": set(), "val": set()}
-    for count in (200, 400):
-        write_lines(tmp_path / "a.jsonl", texts[:count])
-        packed(tmp_path / "out", tmp_path)  # reads none of its own output
-        splits = {split: set(split_documents(tmp_path / "out", split)) for split in before}
-        assert all(before[split] < splits[split] for split in splits)
-        assert len(splits["train"]) + len(splits["val"]) == count
-        before = splits
+    assert packed(tmp_path / "again", path)["shards"] == expected["shards"]
 
 
 # ---- Bad input -----------------------------------------------------------------------------------
 GOOD = b'{"text": "x"}\n'
-BAD = {  # name, content, what is said
-    "invalid UTF-8 in a text": ("a.txt", b"one\ntwo \xff three", "a.txt:1 cannot be read further"),
-    "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', "b.jsonl:3 is not JSON"),
-    "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, "b.jsonl:4 is not JSON"),
-    "JSON too deep": ("b.jsonl", GOOD + b"[" * 100000 + b"\n", "b.jsonl:2 is not JSON"),
-    "no object": (
-        "b.jsonl",
-        GOOD + b'["text"]\n',
-        "b.jsonl:2 is not JSON with a string field 'text'",
-    ),
-    "missing field": (
-        "b.jsonl",
-        GOOD + b'{"body": "x"}\n',
-        "b.jsonl:2 is not JSON with a string field",
-    ),
-    "no text": ("b.jsonl", GOOD + b'{"text": 5}\n', "b.jsonl:2 is not JSON with a string field"),
-    "half a surrogate pair": (
-        "b.jsonl",
-        b'{"text": "\\ud800"}\n',
-        "b.jsonl:1 contains an unpaired surrogate",
-    ),
+NOT_JSON = "is not JSON with a string field 'text'"
+UNREADABLE = "cannot be read further"
+BAD = {  # name of the file, its content, the message
+    "invalid UTF-8 in a text": ("a.txt", b"one\ntwo \xff three", f"a.txt:1 {UNREADABLE}"),
+    "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', f"b.jsonl:3 {NOT_JSON}"),
+    "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, f"b.jsonl:4 {NOT_JSON}"),
+    "JSON too deep": ("b.jsonl", GOOD + b"[" * 100000 + b"\n", f"b.jsonl:2 {NOT_JSON}"),
+    "no object": ("b.jsonl", GOOD + b'["text"]\n', f"b.jsonl:2 {NOT_JSON}"),
+    "missing field": ("b.jsonl", GOOD + b'{"body": "x"}\n', f"b.jsonl:2 {NOT_JSON}"),
+    "no text": ("b.jsonl", GOOD + b'{"text": 5}\n', f"b.jsonl:2 {NOT_JSON}"),
+    "surrogate": ("b.jsonl", b'{"text": "\\ud800"}\n', "b.jsonl:1 contains an unpaired surrogate"),
     "empty document": ("b.jsonl", GOOD + b'{"text": ""}\n', "b.jsonl:2 is empty"),
     "empty file": ("a.txt", b"", "a.txt:1 is empty"),
-    "cut off gzip": (
-        "b.jsonl.gz",
-        gzip.compress(GOOD * 9)[:-9],
-        "b.jsonl.gz:10 cannot be read further",
-    ),
-    "cut off xz": ("a.txt.xz", lzma.compress(b"x" * 999)[:-9], "a.txt.xz:1 cannot be read further"),
-    "broken link": ("a.txt", None, "a.txt:1 cannot be read further"),
+    "cut off gzip": ("b.jsonl.gz", gzip.compress(GOOD * 9)[:-9], f"b.jsonl.gz:10 {UNREADABLE}"),
+    "cut off xz": ("a.txt.xz", lzma.compress(b"x" * 999)[:-9], f"a.txt.xz:1 {UNREADABLE}"),
+    "broken link": ("a.txt", None, f"a.txt:1 {UNREADABLE}"),
 }
 
 
@@ -226,7 +193,7 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
         (("a.parquet",), "pip install pyarrow"),
     ],
 )
-def test_impossible_wishes_are_refused(tmp_path, monkeypatch, arguments, sentence):
+def test_mistakes_are_refused(tmp_path, monkeypatch, arguments, sentence):
     class Large:
         n_vocab = 100277
 
@@ -257,10 +224,10 @@ def test_fault_4_and_7_a_pack_that_fails_changes_nothing(tmp_path):
 
 
 class Kill(BaseException):
-    """Stands in for SIGKILL before a call that changes a folder: no later call changes one."""
+    """Simulates SIGKILL: after `calls` changes of a folder, every further one raises this."""
 
     def __init__(self, calls):
-        self.calls = calls  # that are still made
+        self.calls = calls
 
     def before(self, function):
         def call(*args, **kwargs):
@@ -273,9 +240,7 @@ class Kill(BaseException):
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_fault_7_a_folder_without_dot_pack_is_complete_whenever_a_pack_is_killed(
-    tmp_path, monkeypatch, replaces
-):
+def test_fault_7_after_a_kill_a_folder_is_complete_or_marked(tmp_path, monkeypatch, replaces):
     old = write_lines(tmp_path / "old.jsonl", [f"{i}, an old text" for i in range(300)])
     new = write_lines(tmp_path / "new.jsonl", [f"{i}, a new text" for i in range(200)])
     monkeypatch.setattr(pack, "SHARD_TOKENS", 1000)
@@ -342,7 +307,7 @@ def flip(content):
     return content[:1030] + bytes([content[1030] ^ 1]) + content[1031:]
 
 
-CHANGES = {  # of a packed folder: name of the file, its new content from a shard's, what is said
+CHANGES = {  # the file to change, a function from a shard to its new content, the message
     "a token": ("train_000001.bin", flip, "has sha256 .* instead of"),
     "cut off": ("val_000000.bin", lambda shard: shard[:-2], "val_000000.bin is damaged, or"),
     "missing": ("train_000002.bin", lambda shard: None, "cannot read .*train_000002.bin"),
@@ -353,7 +318,7 @@ CHANGES = {  # of a packed folder: name of the file, its new content from a shar
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_fault_14_a_packed_folder_is_verified_by_one_command(tmp_path, monkeypatch, change):
+def test_fault_14_the_command_finds_damage_in_a_packed_folder(tmp_path, monkeypatch, change):
     monkeypatch.setattr(pack, "SHARD_TOKENS", 20_000)
     out = tmp_path / "out"
     packed(out, write_lines(tmp_path / "a.jsonl", TEXTS))
