@@ -40,7 +40,7 @@ import tiktoken
 from shards import read_manifest, write_shard
 from tqdm import tqdm
 
-FEW = 10  # documents, too few to hold out whole ones
+FEW = 10  # up to this many documents, the end of the text is held out instead of whole ones
 SHARD_TOKENS = 100_000_000
 BATCH = 2**20  # characters of text per task of a thread
 
@@ -118,7 +118,7 @@ def read_text(file, text_field):
 
 
 def read_lines(file, text_field):
-    """Yield (line number, text) of the lines of JSON; the text is None if a line has none."""
+    """Yield (line number, text) of each line of JSON; the text is None if a line has none."""
     for number, line in enumerate(file, start=1):
         if line.strip():
             try:
@@ -154,7 +154,7 @@ READERS = {".jsonl": read_lines, ".ndjson": read_lines, ".parquet": read_rows}
 
 
 def read_documents(file, path, text_field):
-    """Yield the Documents of a file. If its rest is unreadable, the last one says so."""
+    """Yield the Documents of a file. If its rest is unreadable, the last one has that fault."""
     base, compression = os.path.splitext(file)
     if compression not in OPEN:
         base, compression = file, ""
@@ -168,14 +168,14 @@ def read_documents(file, path, text_field):
                 yield Document(f"{file}:{line}", "" if fault else text, name, fault)
     except ImportError:
         raise ValueError(f"{path} needs a package: pip install pyarrow") from None
-    except Exception as error:  # of the disk or a library: the file is damaged or gone
+    except Exception as error:  # the disk or a library raised it: the file is damaged or gone
         reason = (str(error) or type(error).__name__).splitlines()[0]
         yield Document(f"{file}:{line + 1}", "", file, f"cannot be read further ({reason})")
 
 
 # ---- Encoding: from documents to one file of tokens ----------------------------------------------
 def batches(documents):
-    """Yield lists of consecutive documents, each of at least BATCH characters but the last."""
+    """Yield lists of consecutive documents with at least BATCH characters; the last has fewer."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -194,9 +194,9 @@ def encode(documents, encoding):
         arrays = (encoding.encode_to_numpy(text, disallowed_special=()) for text in texts)
         return [np.insert(array.astype(np.uint16), 0, encoding.eot_token) for array in arrays]
 
-    waiting = batches(documents)
+    remaining = batches(documents)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while window := list(itertools.islice(waiting, 2 * os.cpu_count())):
+        while window := list(itertools.islice(remaining, 2 * os.cpu_count())):
             for batch, arrays in zip(window, pool.map(encode_batch, window)):
                 yield from zip(batch, arrays)
 
@@ -331,7 +331,7 @@ def pack_and_publish(args):
     with locked(args.out):
         old = earlier_shards(args.out)
         staging = args.out / ".pack_next"
-        shutil.rmtree(staging, ignore_errors=True)  # of a pack that was killed
+        shutil.rmtree(staging, ignore_errors=True)  # left by a pack that was killed
         staging.mkdir()
         try:
             manifest = pack(args, staging)

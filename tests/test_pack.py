@@ -302,9 +302,9 @@ def test_fault_14_a_damaged_manifest_is_refused(tmp_path, manifest):
     assert (out / "manifest.json").read_text() == manifest
 
 
-def flip(content):
-    """Return the content with one bit of a token flipped."""
-    return content[:1030] + bytes([content[1030] ^ 1]) + content[1031:]
+def flip(shard):
+    """Return a shard with one bit of a token flipped."""
+    return shard[:1030] + bytes([shard[1030] ^ 1]) + shard[1031:]
 
 
 CHANGES = {  # the file to change, a function from a shard to its new content, the message
