@@ -174,7 +174,7 @@ def test_the_model_can_be_trained_and_saved(each, tmp_path):
 
 
 # ---- The files ----------------------------------------------------------------------------------
-def test_the_folder_holds_each_weight_once_in_float32(each, pieces):
+def test_the_folder_holds_float32_weights_settings_and_code(each, pieces):
     folder, gpt, model = each
     tensors, expected = load_file(folder / "model.safetensors"), gpt.state_dict()
     assert tensors.keys() == expected.keys() - {"lm_head.weight"}
@@ -186,23 +186,13 @@ def test_the_folder_holds_each_weight_once_in_float32(each, pieces):
     assert all(getattr(config, key) == PIECES[key] for key in PIECES) == (each is pieces)
     assert config.max_position_embeddings == T and config.hidden_size == 32
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (256, 256, 256)
+    code = (folder / "modeling_gpt2_speedrun.py").read_text()
+    assert {*re.findall(r"^(?:from|import) (\w+)", code, re.M)} == {"torch", "transformers"}
 
 
-def test_the_exported_code_imports_only_torch_and_transformers(plain):
-    code = (plain[0] / "modeling_gpt2_speedrun.py").read_text()
-    names = re.findall(r"^(?:from|import) (\w+)", code, flags=re.M)
-    assert {*names} == {"torch", "transformers"}
-
-
-@pytest.mark.parametrize(
-    "edited, forward",
-    [
-        (train_gpt2.MLP, lambda self, x: x * torch.nan),
-        (train_gpt2.NgramTable, lambda *_: 0.0),
-    ],
-)
-def test_an_edited_model_is_not_exported(edited, forward, pieces_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(edited, "forward", forward)
+@pytest.mark.parametrize("edited, output", [("MLP", torch.nan), ("NgramTable", 0.0)])
+def test_an_edited_model_is_not_exported(edited, output, pieces_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(getattr(train_gpt2, edited), "forward", lambda *_: output)
     with pytest.raises(ValueError, match=r"differ from those of train_gpt2\.py's GPT by"):
         export.export(pieces_run / "model.pt", tmp_path / "out")
     assert os.listdir(tmp_path) == []

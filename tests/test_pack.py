@@ -9,6 +9,7 @@ import lzma
 import os
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pack
@@ -194,11 +195,9 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
     ],
 )
 def test_mistakes_are_refused(tmp_path, monkeypatch, arguments, sentence):
-    class Large:
-        n_vocab = 100277
-
     if "cl100k_base" in arguments:  # its vocabulary may not be on this machine
-        monkeypatch.setattr(tiktoken, "get_encoding", lambda name: Large)
+        large = SimpleNamespace(n_vocab=100277)
+        monkeypatch.setattr(tiktoken, "get_encoding", lambda name: large)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.chdir(tmp_path)
     for name, content in ("a.txt", "text"), ("a.jsonl", "\n"), ("a.parquet", "x"), ("out/b", "b"):
