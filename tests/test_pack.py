@@ -45,15 +45,13 @@ def refusal(out, *arguments):
 
 def shard_tokens(folder, split):
     paths = sorted(folder.glob(f"{split}_*.bin"))
-    assert all(shard_size(path) for path in paths)
-    arrays = [np.fromfile(path, np.uint16, offset=1024) for path in paths]
-    return np.concatenate([np.empty(0, np.uint16), *arrays])
+    return np.concatenate([np.fromfile(path, np.uint16, offset=1024) for path in paths])
 
 
-def split_documents(folder, split, end_of_text=256):
+def split_documents(folder, split):
     """Return the documents of a split in order, as bytes."""
     tokens = shard_tokens(folder, split)
-    starts = [*np.flatnonzero(tokens == end_of_text), len(tokens)]
+    starts = [*np.flatnonzero(tokens == 256), len(tokens)]
     return [bytes(tokens[a + 1 : b].tolist()) for a, b in itertools.pairwise(starts)]
 
 

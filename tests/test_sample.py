@@ -19,7 +19,7 @@ def run(capsys, path, *arguments):
 
 @pytest.mark.parametrize("prompt", ["pri", ""])
 def test_greedy_samples_are_the_argmax_of_the_whole_model(trained_run, capsys, prompt):
-    """This includes positions beyond sequence_length, where the model sees the last tokens only."""
+    """This includes tokens beyond sequence_length, for which the model sees the last 32 only."""
     gpt, *_ = weights.load(trained_run / "model.pt", dtype=torch.float32)
     tokens = [256, *prompt.encode()]
     for _ in range(50):
