@@ -2,17 +2,15 @@
 
     python data/pack.py INPUT... --out DIR [--encoding bytes] [--val_fraction 0.1]
 
-An INPUT is a file or a folder. A .jsonl file holds one document per line and a .parquet file one
-per row (it needs pyarrow), both in the field --text_field. Any other file is one document in UTF-8.
-Files may be compressed as .gz or .xz. Folders are read recursively, without following links to
-folders.
+An INPUT is a file or a folder, which is read recursively without following links to folders. A
+.jsonl file holds one document per line and a .parquet file one per row (it needs pyarrow), both in
+the field --text_field. Any other file is one document in UTF-8. Files may end in .gz or .xz.
 
 Documents keep the order of the inputs; the files of a folder are sorted by relative path. Each
 document starts with the end-of-text token. A document is held out for validation if the hash of its
 name is below --val_fraction. The name is a file's relative path, or the text of a line or row, so
-added documents do not move others between the splits. With ten documents or fewer, the end of the
-text is held out instead, as a fraction of all tokens. The same happens if the hash would leave a
-split empty.
+added documents do not move others between the splits. If there are ten documents or fewer, or if
+the hash would leave a split empty, the end of the whole text is held out instead.
 
 The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json, which `python
 data/shards.py DIR` verifies. The shards of an earlier pack are replaced after all text has been
@@ -25,13 +23,11 @@ import argparse
 import array
 import contextlib
 import fcntl
-import fnmatch
 import gzip
 import hashlib
 import itertools
 import json
 import lzma
-import math
 import os
 import shutil
 import sys
@@ -44,34 +40,21 @@ import tiktoken
 from shards import read_manifest, write_shard
 from tqdm import tqdm
 
-FEW = 10  # documents, too few to hold out whole ones
+FEW = 10  # up to this many documents, the end of the text is held out instead of whole ones
 SHARD_TOKENS = 100_000_000
 BATCH = 2**20  # characters of text per task of a thread
 
 
 # ---- Encodings -----------------------------------------------------------------------------------
-class BytesEncoding:
-    """The 256 bytes and an end-of-text token, with the methods of tiktoken's that are used."""
-
-    name, n_vocab, eot_token = "bytes", 257, 256
-
-    @staticmethod
-    def encode_ordinary(text):
-        return list(text.encode())
-
-    @staticmethod
-    def decode_single_token_bytes(token):
-        return bytes([token])
-
-    @staticmethod
-    def encode_to_numpy(text, disallowed_special=()):
-        return np.frombuffer(text.encode(), np.uint8)
-
-
 def get_encoding(name):
-    """Return an encoding. Raises ValueError if it is unknown, unavailable or too large."""
+    """Return a tiktoken.Encoding. Raises ValueError if it is unknown, unavailable or too large."""
     if name == "bytes":
-        return BytesEncoding
+        return tiktoken.Encoding(
+            name,
+            pat_str=r"[\s\S]{1,64}",  # affects only speed, as no bytes are merged
+            mergeable_ranks={bytes([value]): value for value in range(256)},
+            special_tokens={"<|endoftext|>": 256},
+        )
     try:
         encoding = tiktoken.get_encoding(name)
     except (ValueError, OSError) as error:
@@ -91,12 +74,10 @@ def get_encoding(name):
 # ---- Reading: from inputs to documents, in order -------------------------------------------------
 @dataclass
 class Document:
-    """A text. If it cannot be read, `fault` says why."""
-
     place: str  # file:line
     text: str
     name: str  # its hash decides whether the document is held out
-    fault: str
+    fault: str  # why it cannot be packed, or an empty string
 
 
 def walk(folder, out):
@@ -120,12 +101,12 @@ def list_files(inputs, pattern, exclude, out):
             raise ValueError(f"{path} is neither a file nor a folder: give one that exists")
         if path.resolve() == out.resolve():
             raise ValueError(f"--out={out} is an input, too: give another folder")
-        if not path.is_dir():
+        if path.is_dir():
+            for name, file in sorted(walk(path, out)):
+                if file.match(pattern) and name not in exclude:
+                    files.append((name, file))
+        else:
             files.append((path.name, path))
-            continue
-        for name, file in sorted(walk(path, out)):
-            if fnmatch.fnmatch(file.name, pattern) and name not in exclude:
-                files.append((name, file))
     if not files:
         raise ValueError(f"no file matches {pattern!r}: give other inputs or another --pattern")
     return files
@@ -137,7 +118,7 @@ def read_text(file, text_field):
 
 
 def read_lines(file, text_field):
-    """Yield (line number, text) of the lines of JSON; the text is None if a line has none."""
+    """Yield (line number, text) of each line of JSON; the text is None if a line has none."""
     for number, line in enumerate(file, start=1):
         if line.strip():
             try:
@@ -151,11 +132,8 @@ def read_rows(file, text_field):
     """Yield (row number, text) of the rows of a parquet file."""
     from pyarrow import parquet
 
-    number = 0
-    for batch in parquet.ParquetFile(file).iter_batches(batch_size=100, columns=[text_field]):
-        for text in batch.column(text_field).to_pylist():
-            number += 1
-            yield number, text
+    batches = parquet.ParquetFile(file).iter_batches(batch_size=100, columns=[text_field])
+    yield from enumerate((text for batch in batches for text in batch[text_field].to_pylist()), 1)
 
 
 def fault_of(text, text_field):
@@ -176,7 +154,7 @@ READERS = {".jsonl": read_lines, ".ndjson": read_lines, ".parquet": read_rows}
 
 
 def read_documents(file, path, text_field):
-    """Yield the Documents of a file. If its rest is unreadable, the last one says so."""
+    """Yield the Documents of a file. If its rest is unreadable, the last one has that fault."""
     base, compression = os.path.splitext(file)
     if compression not in OPEN:
         base, compression = file, ""
@@ -190,14 +168,14 @@ def read_documents(file, path, text_field):
                 yield Document(f"{file}:{line}", "" if fault else text, name, fault)
     except ImportError:
         raise ValueError(f"{path} needs a package: pip install pyarrow") from None
-    except Exception as error:  # of the disk or a library: the file is damaged or gone
+    except Exception as error:  # the disk or a library raised it: the file is damaged or gone
         reason = (str(error) or type(error).__name__).splitlines()[0]
         yield Document(f"{file}:{line + 1}", "", file, f"cannot be read further ({reason})")
 
 
 # ---- Encoding: from documents to one file of tokens ----------------------------------------------
 def batches(documents):
-    """Yield lists of documents with together about BATCH characters of text."""
+    """Yield lists of consecutive documents with at least BATCH characters; the last has fewer."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -205,53 +183,46 @@ def batches(documents):
         if size >= BATCH:
             yield batch
             batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def encode_batch(batch, encoding):
-    """Return the tokens of each document, as uint16 arrays that begin with the end of text."""
-    arrays = []
-    for document in batch:
-        tokens = encoding.encode_to_numpy(document.text, disallowed_special=()).astype(np.uint16)
-        arrays.append(np.insert(tokens, 0, encoding.eot_token))
-    return arrays
+    yield batch
 
 
 def encode(documents, encoding):
     """Yield (document, tokens) in order. All cores share the work: tiktoken releases the GIL."""
-    waiting = batches(documents)
+
+    def encode_batch(batch):
+        texts = (document.text for document in batch)
+        arrays = (encoding.encode_to_numpy(text, disallowed_special=()) for text in texts)
+        return [np.insert(array.astype(np.uint16), 0, encoding.eot_token) for array in arrays]
+
+    remaining = batches(documents)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while window := list(itertools.islice(waiting, 2 * os.cpu_count())):
-            arrays = pool.map(encode_batch, window, itertools.repeat(encoding))
-            for batch, arrays_of_batch in zip(window, arrays):
-                yield from zip(batch, arrays_of_batch)
+        while window := list(itertools.islice(remaining, 2 * os.cpu_count())):
+            for batch, arrays in zip(window, pool.map(encode_batch, window)):
+                yield from zip(batch, arrays)
 
 
 def tokenize(documents, encoding, file, skip_bad):
     """Write the tokens of all documents, one after the other, into a file.
 
-    Returns (tokens of each document, hash of each document's name, all faults). Raises ValueError
-    at the first fault unless skip_bad is set.
+    Returns (number of tokens of each document, hash of each document's name, all faults). Raises
+    ValueError at the first fault unless skip_bad is set.
     """
-    lengths, keys, faults = array.array("Q"), array.array("Q"), []
+    lengths, keys, faults = array.array("q"), array.array("q"), []
     progress = tqdm(unit=" tokens", unit_scale=True, disable=None)  # None: only on a terminal
     for document, tokens in encode(documents, encoding):
         if document.fault:
             faults.append(f"{document.place} {document.fault}")
             if skip_bad:
                 continue
-            raise ValueError(
-                f"{faults[0]}: correct it, give another --text_field, leave out the file with "
-                f"--exclude or all bad documents with --skip_bad"
-            )
+            options = "--text_field, --exclude or --skip_bad"
+            raise ValueError(f"{faults[0]}: correct it, or pass {options} (see --help)")
         digest = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
         lengths.append(len(tokens))
         keys.append(int.from_bytes(digest[:4], "big"))
         file.write(tokens)
         progress.update(len(tokens))
     progress.close()
-    return np.array(lengths, np.int64), np.array(keys, np.int64), faults
+    return np.array(lengths), np.array(keys), faults
 
 
 # ---- Layout: from one file of tokens to shards ---------------------------------------------------
@@ -259,15 +230,12 @@ def choose(lengths, keys, val_fraction):
     """Return the training and the validation split, each as (N, 2) spans of positions."""
     ends = np.cumsum(lengths)
     spans = np.stack([ends - lengths, ends], axis=1)
-    held_out = keys < math.ceil(val_fraction * 2**32)
+    held_out = keys < val_fraction * 2**32
     if len(keys) > FEW and held_out.any() and not held_out.all():
         return spans[~held_out], spans[held_out]
-    total = int(ends[-1])
-    text = total - len(keys)  # without the end-of-text tokens
-    held = text - int(text * (1 - val_fraction))
-    if held == text:
-        raise ValueError("all text is held out and none is left for training: lower --val_fraction")
-    return np.array([[0, total - held]]), np.array([[total - held, total]])
+    total, end_of_texts = int(ends[-1]), len(lengths)
+    cut = end_of_texts + int((total - end_of_texts) * (1 - val_fraction))
+    return np.array([[0, cut]]), np.array([[cut, total]])
 
 
 def shard_arrays(tokens, spans):
@@ -300,13 +268,10 @@ def locked(folder):
     """Lock a folder. Raises ValueError if another pack holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another pack.py is writing to {folder}: wait until it ends"
-            ) from None
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    except BlockingIOError:
+        raise ValueError(f"another pack.py is writing to {folder}: wait until it ends") from None
     finally:
         os.close(descriptor)
 
@@ -314,10 +279,9 @@ def locked(folder):
 def earlier_shards(out):
     """Return the shards that out/manifest.json lists. Raises ValueError if there are others."""
     listed = set(read_manifest(out / "manifest.json")["shards"])
-    present = {path.name for path in [*out.glob("train_*.bin"), *out.glob("val_*.bin")]}
-    if present - listed:
-        names = ", ".join(sorted(present - listed))
-        raise ValueError(f"{out} holds {names}, which no pack wrote: move them, or change --out")
+    foreign = sorted({path.name for path in out.glob("*.bin")} - listed)
+    if foreign:
+        raise ValueError(f"{out} holds {foreign}, which no pack wrote: move them, or change --out")
     return listed
 
 
@@ -341,7 +305,7 @@ def pack(args, staging):
     encoding = get_encoding(args.encoding)
     files = list_files(args.inputs, args.pattern, args.exclude, args.out)
     documents = (text for file in files for text in read_documents(*file, args.text_field))
-    with open(staging / "tokens", "w+b") as file:
+    with open(staging / "tokens", "wb") as file:
         lengths, keys, faults = tokenize(documents, encoding, file, args.skip_bad)
     if not len(lengths):
         raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs")
@@ -365,8 +329,9 @@ def pack_and_publish(args):
     """Pack all inputs into args.out; return the manifest."""
     args.out.mkdir(parents=True, exist_ok=True)
     with locked(args.out):
-        old, staging = earlier_shards(args.out), args.out / ".pack_next"
-        shutil.rmtree(staging, ignore_errors=True)  # of a pack that was killed
+        old = earlier_shards(args.out)
+        staging = args.out / ".pack_next"
+        shutil.rmtree(staging, ignore_errors=True)  # left by a pack that was killed
         staging.mkdir()
         try:
             manifest = pack(args, staging)
@@ -388,10 +353,10 @@ def parse_args(argv):
     add("--text_field", default="text", help="field of a JSON line or a parquet row")
     add("--pattern", default="*", help="only read files of a folder whose names match")
     add("--exclude", default=[], nargs="*", help="relative paths to leave out")
-    add("--skip_bad", action="store_true", help="leave out documents that cannot be read")
+    add("--skip_bad", action="store_true", help="leave out bad documents; manifest.json lists them")
     args = parser.parse_args(argv)
-    if not 0 <= args.val_fraction <= 1:
-        raise ValueError(f"--val_fraction={args.val_fraction} must be between 0 and 1")
+    if not 0 <= args.val_fraction < 1:
+        raise ValueError(f"--val_fraction={args.val_fraction} must be at least 0 and less than 1")
     return args
 
 
@@ -404,13 +369,11 @@ def main(argv=None):
     except KeyboardInterrupt:
         os.write(2, b"data/pack.py: stopped; run the same command to start over\n")
         sys.exit(130)
-    print(f"{manifest['documents']:,} documents in {args.encoding}")
+    skipped = len(manifest["skipped"])
+    print(f"{manifest['documents']:,} documents in {args.encoding}; {skipped:,} skipped")
     for split in "train", "val":
         part = manifest[split]
         print(f"{split}: {part['tokens']:,} tokens, {len(part['sha256'])} shards")
-    if manifest["skipped"]:
-        skipped = len(manifest["skipped"])
-        print(f"skipped: {skipped:,} documents, listed in {args.out / 'manifest.json'}")
 
 
 if __name__ == "__main__":

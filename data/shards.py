@@ -66,24 +66,6 @@ def write_shard(path, tokens, arrays):
     return digest.hexdigest()
 
 
-def listed_shards(manifest):
-    """Return {name: sha256} of the shards in a manifest.
-
-    Raises ValueError, KeyError or TypeError if the manifest is not what data/pack.py writes.
-    """
-    shards = {}
-    for split in "train", "val":
-        shards.update(manifest[split]["sha256"])
-    for name, sha256 in shards.items():
-        if not re.fullmatch(r"[\w.-]+\.bin", name):
-            raise ValueError(f"it lists {name!r}, but may only list *.bin files")
-        if not re.fullmatch("[0-9a-f]{64}", sha256):
-            raise ValueError(f"the sha256 of {name} is {sha256!r}, but must be 64 hex digits")
-    if type(manifest["encoding"]) is not str:
-        raise ValueError("its encoding must be a string")
-    return shards
-
-
 def read_manifest(path):
     """Return the manifest that data/pack.py wrote, with its shards added as {name: sha256}.
 
@@ -91,7 +73,11 @@ def read_manifest(path):
     """
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        return {**manifest, "shards": listed_shards(manifest)}
+        shards = {**manifest["train"]["sha256"], **manifest["val"]["sha256"]}
+        if not all(re.fullmatch(r"[\w.-]+\.bin", name) for name in shards):
+            raise ValueError(f"it may only list *.bin files, not {[*shards]}")
+        if type(manifest["encoding"]) is not str:
+            raise ValueError("its encoding must be a string")
     except FileNotFoundError:
         return {"shards": {}}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -99,6 +85,7 @@ def read_manifest(path):
         raise ValueError(
             f"{path} is damaged ({reason}): move it away and run data/pack.py again"
         ) from None
+    return {**manifest, "shards": shards}
 
 
 def verify(folder):

@@ -1,4 +1,4 @@
-"""data/fineweb.py against a small hub on this machine, which can be slow, wrong or gone."""
+"""data/fineweb.py, tested against a local hub that can stall, fail or send wrong content."""
 
 import hashlib
 import http.server
@@ -58,10 +58,10 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.out = folder, folder / "fineweb10B"
         self.fault, self.downloads, self.go_on = "", [], threading.Event()
-        shards = {
-            name: write_shard(folder / name, range(i, i + 50_000)) for i, name in enumerate(NAMES)
+        self.files = {
+            name: write_shard(folder / name, range(i, i + 50_000)).read_bytes()
+            for i, name in enumerate(NAMES)
         }
-        self.files = {name: path.read_bytes() for name, path in shards.items()}
         sums = {name: hashlib.sha256(self.files[name]).hexdigest() for name in NAMES[:2]}
         manifest = {"repository": "me/mine", "revision": "f" * 40, "sha256": sums}
         (folder / "fineweb.json").write_text(json.dumps(manifest))
@@ -70,18 +70,13 @@ class Hub(http.server.ThreadingHTTPServer):
 
     def start(self, shards=2, port=None):
         """Start the copy of data/fineweb.py; return the process."""
-        settings = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{port or self.server_port}",
-            "HF_HOME": str(self.folder / "home"),
-            "NO_PROXY": "127.0.0.1",
-        }
-        return subprocess.Popen(
-            [sys.executable, self.folder / "fineweb.py", str(shards)],
-            env={**os.environ, **settings},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        endpoint = f"http://127.0.0.1:{port or self.server_port}"
+        settings = dict(
+            HF_ENDPOINT=endpoint, HF_HOME=str(self.folder / "home"), NO_PROXY="127.0.0.1"
         )
+        command = [sys.executable, self.folder / "fineweb.py", str(shards)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env={**os.environ, **settings}, **pipes)
 
     def run(self, **options):
         """Run the copy to its end; return (exit code, stdout, stderr)."""
@@ -102,26 +97,21 @@ def hub(tmp_path):
         server.shutdown()
 
 
-def test_only_missing_files_are_downloaded_and_a_cut_connection_is_retried(hub):
+def test_only_missing_or_damaged_files_are_downloaded_and_a_cut_connection_is_retried(hub):
     hub.fault = "cut"
     code, stdout, stderr = hub.run()
     assert code == 0, stderr
     assert "3 files in " in stdout and "100,000 training tokens" in stdout
     assert hub.contents() == hub.files
     assert sorted(hub.downloads) == sorted([*NAMES, TARGET])
+    hub.fault = ""
     hub.downloads.clear()
     assert hub.run(shards=1, port=9)[0] == 0  # listed files are verified without the hub
-    (hub.out / NAMES[2]).unlink()
-    assert hub.run()[0] == 0 and hub.downloads == [NAMES[2]]
-
-
-@pytest.mark.parametrize("name", NAMES[1:])  # a file that is listed, and one that is not
-def test_a_damaged_file_is_replaced(hub, name):
-    assert hub.run()[0] == 0
-    (hub.out / name).write_bytes(hub.files[name][:-1] + b"?")
+    for name in NAMES[1:]:  # a listed file and one whose sha256 the hub gives
+        (hub.out / name).write_bytes(hub.files[name][:-1] + b"?")
     code, stdout, stderr = hub.run()
-    assert code == 0 and f"{name} is damaged" in stdout, stderr
-    assert hub.contents() == hub.files
+    assert code == 0 and all(f"{name} is damaged" in stdout for name in NAMES[1:]), stderr
+    assert hub.contents() == hub.files and sorted(hub.downloads) == sorted(NAMES[1:])
 
 
 @pytest.mark.parametrize("fault", ["gone", "wrong content"])
@@ -140,7 +130,7 @@ def test_fault_12_a_file_is_only_replaced_by_a_verified_one(hub, fault):
     assert contents.items() <= hub.files.items()
 
 
-def test_an_interrupted_run_ends_at_once_and_goes_on(hub):
+def test_an_interrupted_download_stops_at_once_and_can_be_continued(hub):
     hub.fault = "silence"
     process = hub.start()
     while TARGET not in hub.downloads:
@@ -154,7 +144,6 @@ def test_an_interrupted_run_ends_at_once_and_goes_on(hub):
     assert sorted(os.listdir(hub.out)) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("shards", [-1, 104])
-def test_a_number_of_shards_that_does_not_exist_is_refused(hub, shards):
-    code, _, stderr = hub.run(shards=shards)
-    assert code == 1 and f"N={shards} must be between 0 and 103" in stderr and not hub.downloads
+def test_a_number_of_shards_that_does_not_exist_is_refused(hub):
+    code, _, stderr = hub.run(shards=104)
+    assert code == 1 and "N=104 must be between 0 and 103" in stderr and not hub.downloads

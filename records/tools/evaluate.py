@@ -2,73 +2,61 @@
 
     bash run.sh evaluate [TEXT ...] [--weights logs/RUN] [--stride N]
 
-A TEXT is a file in UTF-8, a shard of tokens, or - for standard input. Without one, the run's own
-validation tokens are measured, and the loss is the run's val_loss. A hash tells whether they are
-still the tokens that the run was validated on.
+A TEXT is a UTF-8 file, a shard of tokens, or - for standard input. Without one, the run's own
+validation tokens are measured. Their hash shows whether the loss may be compared with the run's.
 
 A text is preceded by an end-of-text token, as each document is in training. Every later token
 counts exactly once. It is predicted from the tokens before it in a window of sequence_length
 tokens. By default windows do not overlap, as in training, so tokens early in a window have little
-context. With --stride N, a window begins every N tokens, and only the tokens that the previous
-window did not reach count. They have at least sequence_length - N + 1 tokens of context. This
-takes sequence_length / N times as long.
+context. With --stride N, a window begins every N tokens, and tokens that the previous window also
+covers count only there. The others have at least sequence_length - N + 1 tokens of context.
 
-The loss is the mean in nats per token, and the perplexity is its exponential. Bits per byte are the
-total in bits, divided by the bytes of the text, so they also compare models of different encodings.
-An end-of-text token has no bytes.
+The loss is the mean in nats per token, and the perplexity is its exponential. Bits per byte, the
+total in bits divided by the bytes of the text, also compare models of different encodings. An
+end-of-text token has no bytes.
 
 For benchmarks such as HellaSwag, export the model (export.py) and run EleutherAI's lm-eval on it.
 """
 
 import glob
 import hashlib
-import itertools
 import math
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import weights
 from runlog import ROOT, command
-from torch.nn.utils.rnn import pad_sequence
+from shards import SHARD_MAGIC
 from tqdm import tqdm
 
 from train_gpt2 import DistributedDataLoader, UserError
 
 TOKENS_PER_PASS = 2**13
-SHARD_BEGINNING = (20240520).to_bytes(4, "little")
 
 
 # ---- Loss ---------------------------------------------------------------------------------------
-def windows(tokens, T, stride):
-    """Yield (inputs, targets), each of at most T tokens, (T,) int64, for each window of tokens.
-
-    Every token but the first is a target once. The other targets are -1.
-    """
-    for first in range(0, max(0, len(tokens) - 1 - T) + stride, stride):
-        targets = tokens[first + 1 : first + T + 1].to(torch.int64, copy=True)
-        inputs = tokens[first : first + len(targets)].long()
-        if first > 0:
-            targets[: T - stride] = -1  # counted in the window before
-        yield inputs, targets
-
-
 @torch.no_grad()
-def nats_of(gpt, tokens, T, stride):
+def total_nats(gpt, tokens, T, stride):
     """Return the summed cross-entropy of tokens[1:], tokens: (N,) int32, N at least 2."""
     device = gpt.lm_head.weight.device
-    windows_per_pass = max(1, TOKENS_PER_PASS // T)
-    found = windows(tokens, T, stride)
+    count = len(tokens) - 1
+    windows = 1 + math.ceil(max(0, count - T) / stride)
+    padding = (windows - 1) * stride + T - count
+    # The model is causal, so padding at the end does not change the other predictions.
+    inputs = F.pad(tokens[:-1], (0, padding)).unfold(0, T, stride)  # (windows, T)
+    targets = F.pad(tokens[1:], (0, padding), value=-1).unfold(0, T, stride)
+    batch_size = max(1, TOKENS_PER_PASS // T)
     total = 0.0
-    with tqdm(total=len(tokens) - 1, unit="tok", disable=None, leave=False) as bar:
-        while batch := list(itertools.islice(found, windows_per_pass)):
-            # The model is causal, so padding at the end changes none of the other predictions.
-            inputs = pad_sequence([x for x, _ in batch], batch_first=True)
-            targets = pad_sequence([y for _, y in batch], batch_first=True, padding_value=-1)
-            count = (targets != -1).sum().item()
-            total += gpt(inputs.to(device), targets.to(device)).item() * count
-            bar.update(count)
+    for first in tqdm(range(0, windows, batch_size), disable=None, leave=False):
+        batch = slice(first, first + batch_size)
+        batch_targets = targets[batch].long()  # a copy
+        later_windows = batch_targets[1:] if first == 0 else batch_targets
+        later_windows[:, : T - stride] = -1  # counted in the window before
+        loss = gpt(inputs[batch].long().to(device), batch_targets.to(device))
+        total += loss.item() * (batch_targets != -1).sum().item()
     return total
 
 
@@ -86,21 +74,13 @@ def read_shards(pattern, args, count=None):
     return torch.from_numpy(loader.read(0, count).astype(np.int32))
 
 
-def is_shard(name):
-    """Tell whether a file begins as a shard does. No text in UTF-8 does."""
-    if not Path(name).is_file():
-        return False
-    with open(name, "rb") as file:
-        return file.read(4) == SHARD_BEGINNING
-
-
 def read_text(name, args, encoding):
     """Return the tokens, (N,) int32, of a shard, a text file or - for standard input."""
-    if is_shard(name):
-        return read_shards(glob.escape(name), args)
     if name != "-" and not Path(name).is_file():
         raise UserError(f"{name} is not a file: name texts, shards, or - for standard input")
     content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    if content.startswith(SHARD_MAGIC.to_bytes(4, "little")):  # which is not valid UTF-8
+        return read_shards(glob.escape(name), args)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -116,7 +96,7 @@ def bytes_of(tokens, encoding, name):
         try:
             if token != encoding.eot_token:
                 total += count * len(encoding.decode_single_token_bytes(token))
-        except (KeyError, ValueError):
+        except KeyError:
             raise UserError(
                 f"{name} holds the token {token}, which the encoding {encoding.name} does not "
                 f"have: pass the --encoding of its tokens"
@@ -130,26 +110,25 @@ def measure(gpt, texts, encoding, T, stride):
     for name, tokens in texts.items():  # all mistakes are found before the first row
         if len(tokens) < 2:
             raise UserError(f"{name} has too few tokens: nothing is left to predict")
-        sizes[name] = bytes_of(tokens[1:], encoding, name) if encoding else 0
+        sizes[name] = bytes_of(tokens[1:], encoding, name)
     print("\n| text | tokens | loss | perplexity | bits per byte |\n|---|---|---|---|---|")
     for name, tokens in texts.items():
         count = len(tokens) - 1
-        nats = nats_of(gpt, tokens, T, stride)
-        perplexity = torch.tensor(nats / count, dtype=torch.float64).exp()  # inf if it overflows
-        bits = f"{nats / math.log(2) / sizes[name]:.4f}" if sizes[name] else "n/a"
-        row = [name, f"{count:,}", f"{nats / count:.4f}", f"{perplexity:.5g}", bits]
-        print(f"| {' | '.join(row)} |", flush=True)
+        loss = total_nats(gpt, tokens, T, stride) / count
+        perplexity = torch.tensor(loss, dtype=torch.float64).exp()  # inf if it overflows
+        bits = f"{loss * count / math.log(2) / sizes[name]:.4f}" if sizes[name] else "n/a"
+        print(f"| {name} | {count:,} | {loss:.4f} | {perplexity:.5g} | {bits} |", flush=True)
 
 
 # ---- The command --------------------------------------------------------------------------------
-def own_loss(state, args, tokens):
-    """Return a sentence on the run's val_loss, if it is of the same tokens."""
-    here = hashlib.sha256(tokens.numpy().astype("<u2")).hexdigest()[:16]
-    there = state.get("val_hash")
-    if there != here:
+def compare_with_run(state, args, tokens):
+    """Return a sentence on the run's own val_loss, and whether it is of the same tokens."""
+    val_hash = state.get("val_hash")
+    found = hashlib.sha256(tokens.numpy().astype("<u2")).hexdigest()[:16]
+    if val_hash != found:
         return (
-            f"the run was validated on other tokens (val_hash {there}) than {args.val_files!r} "
-            f"holds now (val_hash {here}): do not compare the loss above with that of the run"
+            f"the run was validated on other tokens (val_hash {val_hash}) than {args.val_files!r} "
+            f"holds now (val_hash {found}): do not compare the loss above with that of the run"
         )
     if "val_loss" not in state:
         return "the run was validated on the same tokens; a checkpoint does not hold its val_loss"
@@ -157,43 +136,29 @@ def own_loss(state, args, tokens):
     return f"{own} on the same tokens, computed in {state.get('dtype')}"
 
 
-def find_encoding(options, args):
-    """Return the encoding, or None if it is unavailable and only bits per byte would need it."""
-    try:
-        return weights.encoding_of(args, options.encoding)
-    except ValueError as error:
-        if options.encoding or not all(map(is_shard, options.texts)):
-            raise
-        print(f"evaluate.py: no bits per byte: {error}", file=sys.stderr)
-        return None
-
-
 def main(argv):
     parser = weights.parser_for(__doc__)
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="file, shard, or - for stdin")
-    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    parser.add_argument(
-        "--stride", type=int, help="tokens from one window to the next (default: sequence_length)"
-    )
+    add = parser.add_argument
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("texts", nargs="*", metavar="TEXT", help="file, shard, or - for standard input")
+    add("--device", default=device, choices=("cuda", "cpu"), help=f"default here: {device}")
+    add("--stride", type=int, help="tokens from one window to the next (default: sequence_length)")
     options = parser.parse_intermixed_args(argv)  # texts and options in any order
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     path = weights.find(options.weights)
-    gpt, args, state = weights.load(path, device)
+    gpt, args, state = weights.load(path, options.device)
     T = args.sequence_length
     stride = T if options.stride is None else options.stride
     if not 1 <= stride <= T:
         raise UserError(f"--stride={stride} must be from 1 to the model's sequence_length={T}")
-    encoding = find_encoding(options, args)
+    encoding = weights.encoding_of(args, options.encoding)
     texts = {name: read_text(name, args, encoding) for name in options.texts}
     if not options.texts:
-        pattern = str(ROOT / args.val_files)
-        texts[args.val_files] = read_shards(pattern, args, args.val_tokens + 1)
-    print(f"{path}: windows of {T} tokens, stride {stride}; {device}, {gpt.dtype}")
+        tokens = read_shards(str(ROOT / args.val_files), args, args.val_tokens + 1)
+        texts = {args.val_files: tokens}
+    print(f"{path}: windows of {T} tokens, stride {stride}; {options.device}, {gpt.dtype}")
     measure(gpt, texts, encoding, T, stride)
     if not options.texts:
-        print(f"\n{own_loss(state, args, texts[args.val_files])}")
+        print(f"\n{compare_with_run(state, args, tokens)}")
 
 
 if __name__ == "__main__":

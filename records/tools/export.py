@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from runlog import command, packages
+from runlog import command, packages, require
 
 with packages():
     import torch
@@ -23,13 +23,7 @@ with packages():
     from modeling_gpt2_speedrun import GPT2SpeedrunConfig, GPT2SpeedrunForCausalLM
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    from train_gpt2 import UserError
-
 END_OF_TEXT = "<|endoftext|>"
-CONFIG = (
-    "vocab_size", "n_layer", "n_head", "n_embd", "sequence_length", "max_ngram", "ngram_rows",
-    "key_shift", "logit_softcap",
-)  # fmt: skip
 PRIVATE = ("log_dir", "run_id", "resume", "init")  # settings that do not describe the model
 
 # These make save_pretrained copy the model's code and name it in config.json.
@@ -37,26 +31,13 @@ GPT2SpeedrunConfig.register_for_auto_class()
 GPT2SpeedrunForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
 
-# ---- Tokenizer ----------------------------------------------------------------------------------
-class Converter(TikTokenConverter):
-    """Accepts the vocabulary itself, {bytes: id}, instead of a tiktoken file."""
-
-    @staticmethod
-    def load_tiktoken_bpe(vocabulary):
-        return vocabulary
-
-
+# ---- Tokenizer and model ------------------------------------------------------------------------
 def tokenizer_of(encoding, sequence_length):
-    """Return the encoding as a tokenizer of transformers, which gives the same ids."""
-    if encoding.name == "bytes":
-        vocabulary = {bytes([byte]): byte for byte in range(256)}
-        pattern = r"[\s\S]"
-    else:
-        vocabulary = encoding._mergeable_ranks
-        pattern = encoding._pat_str
+    """Return a tokenizer of transformers that gives the same ids as the encoding, of tiktoken."""
     # In the vocabulary, the end-of-text token keeps its id. Otherwise it would get the last one.
-    vocabulary = {**vocabulary, END_OF_TEXT.encode(): encoding.eot_token}
-    converter = Converter(vocabulary, pattern, extra_special_tokens=[END_OF_TEXT])
+    vocabulary = {**encoding._mergeable_ranks, END_OF_TEXT.encode(): encoding.eot_token}
+    converter = TikTokenConverter(pattern=encoding._pat_str, extra_special_tokens=[END_OF_TEXT])
+    converter.load_tiktoken_bpe = lambda file: vocabulary  # instead of that of a file
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=converter.converted(),
         bos_token=END_OF_TEXT,
@@ -65,31 +46,29 @@ def tokenizer_of(encoding, sequence_length):
         padding_side="left",  # generation continues on the right
         model_max_length=sequence_length,
         model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
     )
 
 
-# ---- Model --------------------------------------------------------------------------------------
 def model_of(gpt, args, encoding):
     """Return the GPT as a model of transformers, with float32 weights."""
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), encoding.eot_token)
-    config = GPT2SpeedrunConfig(**{name: getattr(args, name) for name in CONFIG}, **ids)
+    names = vars(args).keys() & GPT2SpeedrunConfig.__annotations__
+    config = GPT2SpeedrunConfig(**{name: getattr(args, name) for name in names}, **ids)
     model = GPT2SpeedrunForCausalLM(config)
     model.load_state_dict(dict(gpt.named_parameters()))
-    # Ids above the encoding's only pad the vocabulary, so no text has them.
-    padding = list(range(encoding.n_vocab, args.vocab_size))
-    model.generation_config = transformers.GenerationConfig(
-        **ids, suppress_tokens=padding or None, use_cache=config.can_cache
-    )
+    padding = list(range(encoding.n_vocab, args.vocab_size))  # ids that no text has
+    model.generation_config = transformers.GenerationConfig(**ids, suppress_tokens=padding or None)
     return model
 
 
-def card_of(name, args, state, encoding, parameters):
+def card_of(name, path, args, state, encoding, parameters):
     """Return the model card, README.md."""
     step = state.get("step", args.num_iterations)  # model.pt holds the final weights
     tokens = step * args.batch_size * args.sequence_length
-    loss = state.get("val_loss")
-    shown = "unknown" if loss is None else f"{loss:.4f} nats per token"
+    training = f"{step:,} of {args.num_iterations:,} planned steps, {tokens:,} tokens"
+    if path.name == "best.pt":
+        training = f"the best validated weights of {args.num_iterations:,} planned steps"
+    loss = f"{state['val_loss']:.4f} nats per token" if "val_loss" in state else "unknown"
     public = {key: value for key, value in vars(args).items() if key not in PRIVATE}
     return f"""---
 library_name: transformers
@@ -104,8 +83,8 @@ tags:
 A language model with {parameters:,} parameters, trained from scratch by `train_gpt2.py`, a
 single-file GPT-2 speedrun.
 
-- Training: {step:,} of {args.num_iterations:,} planned steps, {tokens:,} tokens.
-- Validation loss: {shown}.
+- Training: {training}.
+- Validation loss: {loss}.
 - Encoding: `{encoding.name}`, with {encoding.n_vocab:,} ids. Each document begins with
   `{END_OF_TEXT}`.
 - Unlike OpenAI's GPT-2, the model has rotary positions, RMSNorm without a gain, normalized queries
@@ -132,41 +111,40 @@ The settings of the run:
 """
 
 
-# ---- The folder ---------------------------------------------------------------------------------
+# ---- Folder -------------------------------------------------------------------------------------
 @torch.no_grad()
 def check(folder, gpt, args, encoding):
     """Return the largest difference between the logits of the export and those of GPT.
 
-    Raises UserError if it exceeds rounding errors, or if the ids of a text differ.
+    Raises ValueError if it exceeds rounding errors, or if the ids of a text differ.
     """
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     text = f"{__doc__} naïve 12.5 € \t\n  日本語 🙂 can't  "
     ids = tokenizer.encode(text, verbose=False)
-    if ids != encoding.encode_ordinary(text) or tokenizer.eos_token_id != encoding.eot_token:
-        raise UserError(f"the exported tokenizer gives other ids than {encoding.name}")
+    equal = ids == encoding.encode_ordinary(text) and tokenizer.eos_token_id == encoding.eot_token
+    require(equal, f"the exported tokenizer gives other ids than {encoding.name}")
     model = GPT2SpeedrunForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     length = min(args.sequence_length, 128)
     inputs = torch.randint(args.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    inputs[1, : len(ids)] = torch.tensor(ids[:length])  # so that n-grams of a text occur
+    inputs[1, : len(ids)] = torch.tensor(ids[:length])  # contains n-grams that occur in texts
     expected = gpt(inputs)
     difference = (model(inputs).logits - expected).abs().max().item()
-    if not difference <= 1e-5 * max(1, expected.abs().max().item()):  # also if it is NaN
-        raise UserError(
-            f"the exported logits differ from those of train_gpt2.py's GPT by {difference:.2g}: "
-            f"change modeling_gpt2_speedrun.py in the same way as GPT, or train a run that does "
-            f"not diverge"
-        )
+    require(
+        difference <= 1e-5 * max(1, expected.abs().max().item()),  # False for NaN
+        f"the exported logits differ from those of train_gpt2.py's GPT by {difference:.2g}: change "
+        f"modeling_gpt2_speedrun.py in the same way as GPT, or train a run that does not diverge",
+    )
     return difference
 
 
 def export(path, out, encoding_name=""):
     """Write the weights of a file as the folder `out`, atomically. Return a report of one line."""
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists: give a new or an empty folder")
+    is_free = not os.path.lexists(out) or (out.is_dir() and not os.listdir(out))
+    require(is_free, f"{out} exists: give a new or an empty folder")
     gpt, args, state = weights.load(path, dtype=torch.float32)
     encoding = weights.encoding_of(args, encoding_name)
     model = model_of(gpt, args, encoding)
-    card = card_of(out.name, args, state, encoding, model.num_parameters())
+    card = card_of(out.name, path, args, state, encoding, model.num_parameters())
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, suffix=".partial") as folder:
         made = Path(folder, "export")
@@ -186,8 +164,7 @@ def main(argv):
     options = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    path = weights.find(options.weights)
-    print(export(path, options.out.resolve(), options.encoding))
+    print(export(weights.find(options.weights), options.out.resolve(), options.encoding))
 
 
 if __name__ == "__main__":

@@ -46,32 +46,23 @@ def norm(x):
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's epsilon, even if x is bfloat16
 
 
-def angles_of(positions, head_dim, base=10000.0):
-    """Return (cos, sin), each (T, D/2) float32, of the rotations at positions (T,)."""
-    channels = torch.arange(0, head_dim, 2, device=positions.device).float()
-    angles = torch.outer(positions.float(), base ** -(channels / head_dim))
-    return angles.cos(), angles.sin()
-
-
-def rotate(x, cos, sin):
-    """Rotate channel i of each head with channel i + D/2. x: (B, H, T, D); cos, sin: (T, D/2)."""
+def rotate(x, positions):
+    """Rotate channels i and i + D/2 of x, (B, H, T, D), by the angles of positions, (T,)."""
+    channels = torch.arange(0, x.size(-1), 2, device=x.device).float()
+    angles = torch.outer(positions.float(), 10000.0 ** -(channels / x.size(-1)))  # (T, D/2)
+    cos, sin = angles.cos(), angles.sin()
     x1, x2 = x.chunk(2, dim=-1)
-    y = torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
-    return y.type_as(x)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x)
 
 
-def visible_keys(attention_mask, T, S, device):
-    """Return which of S keys each of the last T positions sees, bool (T, S) or (B, 1, T, S).
+def visible_keys(is_token, T):
+    """Return which of S keys each of the last T positions sees, bool (B, 1, T, S).
 
-    attention_mask: (B, S), 0 for padding, or None.
+    is_token: (B, S), False for padding. Padding sees itself, because softmax over no key is NaN.
     """
-    keys = torch.arange(S, device=device)
-    queries = keys[S - T :, None]
-    visible = keys <= queries
-    if attention_mask is None:
-        return visible
-    itself = keys == queries  # padding sees itself, because softmax over no key would be NaN
-    return visible & (attention_mask[:, None, None, :].bool() | itself)
+    keys = torch.arange(is_token.size(1), device=is_token.device)
+    queries = keys[-T:, None]
+    return (keys < queries) & is_token[:, None, None, :] | (keys == queries)
 
 
 class NgramTable(nn.Module):
@@ -82,10 +73,9 @@ class NgramTable(nn.Module):
         self.max_ngram = config.max_ngram
         self.weight = nn.Parameter(torch.zeros(config.ngram_rows, config.n_embd))
 
-    def forward(self, input_ids, real):  # (B, T), bool (B, T) or None, to (B, T, C)
-        hashes = input_ids = input_ids.long()
-        if real is not None:
-            input_ids = input_ids * real  # zeros, as before the start of a sequence
+    def forward(self, input_ids, is_token):  # (B, T), bool (B, T), to (B, T, C)
+        hashes = input_ids.long()
+        input_ids = hashes * is_token  # zeros, as before the start of a sequence
         total = 0.0
         for distance in range(1, self.max_ngram):
             earlier = F.pad(input_ids, (distance, 0))[:, : input_ids.size(1)]
@@ -103,26 +93,20 @@ class Attention(nn.Module):
         self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def heads(self, x):  # (B, T, C) to (B, H, T, D)
+    def split_heads(self, x):  # (B, T, C) to (B, H, T, D)
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
-    def shift(self, k, real):  # (B, H, T, D), bool (B, T) or None
-        """Shift keys key_shift positions to the right. Zeros fill the gap and replace padding."""
-        if real is not None:
-            k = k.masked_fill(~real[:, None, :, None], 0)
-        return F.pad(k, (0, 0, self.key_shift, 0))[:, :, : k.size(2)]
-
-    def forward(self, x, cos, sin, visible, real, cache):  # (B, T, C)
-        q = rotate(norm(self.heads(self.c_q(x))), cos, sin)
-        k = norm(self.heads(self.c_k(x)))
-        if self.key_shift:
-            k = self.shift(k, real)
-        k = rotate(k, cos, sin)
-        v = self.heads(self.c_v(x))
+    def forward(self, x, positions, visible, is_token, cache):  # (B, T, C)
+        q = rotate(norm(self.split_heads(self.c_q(x))), positions)
+        k = norm(self.split_heads(self.c_k(x)))
+        if self.key_shift:  # shift keys to the right: zeros fill the gap and replace padding
+            k = k * is_token[:, None, :, None]
+            k = F.pad(k, (0, 0, self.key_shift, 0))[:, :, : k.size(2)]
+        k = rotate(k, positions)
+        v = self.split_heads(self.c_v(x))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # (B, H, S, D)
-        causal = visible is None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -142,8 +126,8 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin, visible, real, cache):  # (B, T, C)
-        x = x + self.attn(norm(x), cos, sin, visible, real, cache)
+    def forward(self, x, *attention):  # (B, T, C)
+        x = x + self.attn(norm(x), *attention)
         return x + self.mlp(norm(x))
 
 
@@ -182,35 +166,30 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
         input_ids: (B, T) int64. attention_mask: (B, S), 0 for padding. Padding takes up positions,
         which is harmless, because rotary attention depends only on distances. labels: (B, T),
-        equal to input_ids; -100 is ignored. logits_to_keep: the number of last positions whose
-        logits are returned; 0 for all. Raises ValueError if S is above sequence_length, or if the
-        model gets a cache although it has n-grams or a key shift.
+        equal to input_ids, or -100 to ignore a token. logits_to_keep: return only the logits of
+        this many last positions; 0 returns all. Raises ValueError if S exceeds sequence_length, or
+        if a model with n-grams or a key shift gets past_key_values.
         """
         config = self.config
         use_cache = config.use_cache if use_cache is None else use_cache
         if past_key_values is not None and not config.can_cache:
-            raise ValueError(
-                "a model with n-grams or a key shift cannot use past_key_values: pass all tokens"
-            )
+            raise ValueError("a model with n-grams or a key shift cannot use past_key_values")
         if use_cache and config.can_cache and past_key_values is None:
             past_key_values = DynamicCache()
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        T = input_ids.size(1)
-        S = past + T
+        S = past + input_ids.size(1)
         if config.sequence_length < S:
-            limit = f"sequence_length={config.sequence_length}"
-            raise ValueError(f"{S} tokens are more than {limit}: pass fewer")
-        device = input_ids.device
-        cos, sin = angles_of(torch.arange(past, S, device=device), config.n_embd // config.n_head)
-        visible = None
-        if past or attention_mask is not None:
-            visible = visible_keys(attention_mask, T, S, device)
-        real = None if attention_mask is None else attention_mask.bool()  # (B, S)
+            raise ValueError(f"{S} tokens are more than sequence_length={config.sequence_length}")
+        positions = torch.arange(past, S, device=input_ids.device)
+        if attention_mask is None:
+            attention_mask = input_ids.new_ones(len(input_ids), S)
+        is_token = attention_mask.bool()  # (B, S)
+        visible = visible_keys(is_token, len(positions))
         x = self.wte(input_ids)  # (B, T, C)
         if self.ngrams is not None:
-            x = x + self.ngrams(input_ids, real)
+            x = x + self.ngrams(input_ids, is_token)
         for block in self.h:
-            x = block(x, cos, sin, visible, real, past_key_values)
+            x = block(x, positions, visible, is_token, past_key_values)
         x = norm(x[:, -logits_to_keep:])
         logits = F.linear(x, self.wte.weight).float()
         if config.logit_softcap:

@@ -9,13 +9,11 @@ Every prompt begins a new document, and an end-of-text token ends a sample.
 import codecs
 import sys
 import time
-from unittest import mock
 
 import torch
 import weights
 from runlog import command
 
-import train_gpt2
 from train_gpt2 import UserError
 
 
@@ -28,8 +26,8 @@ def pick(logits, temperature, top_k, generator):
     if temperature == 0:
         return logits.argmax().item()
     if top_k:
-        least = logits.topk(min(top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        lowest = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
     probabilities = (logits / temperature).softmax(-1)
     return torch.multinomial(probabilities, 1, generator=generator).item()
 
@@ -39,32 +37,24 @@ def generate(gpt, tokens, count, choose, T, n_vocab):
     """Yield `count` ids that follow tokens, a list. choose(logits (n_vocab,)) returns an id."""
     tokens = list(tokens)
     device = gpt.lm_head.weight.device
-    compute_logits = train_gpt2.compute_logits
-
-    def last_logits(x, *others):  # sampling needs those of the last position only
-        return compute_logits(x[:, -1:], *others)
-
-    with mock.patch.object(train_gpt2, "compute_logits", last_logits):
-        for _ in range(count):
-            inputs = torch.tensor([tokens[-T:]], device=device)
-            logits = gpt(inputs)[0, -1, :n_vocab]  # the rest of the vocabulary is padding
-            tokens.append(choose(logits.cpu()))
-            yield tokens[-1]
+    for _ in range(count):
+        inputs = torch.tensor([tokens[-T:]], device=device)
+        logits = gpt(inputs)[0, -1, :n_vocab]  # the rest of the vocabulary is padding
+        tokens.append(choose(logits.cpu()))
+        yield tokens[-1]
 
 
-def write(ids, encoding, output):
+def write(ids, encoding):
     """Print ids as text while they are generated, until end-of-text; return their number."""
-    decoder = codecs.getincrementaldecoder("utf-8")(
-        errors="replace"
-    )  # a token may end inside a character
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may be part of a character
     count = 0
     for token in ids:
         count += 1
         if token == encoding.eot_token:
             break
         text = decoder.decode(encoding.decode_single_token_bytes(token))
-        print(text, end="", file=output, flush=True)
-    print(decoder.decode(b"", final=True), file=output, flush=True)
+        print(text, end="", flush=True)
+    print(decoder.decode(b"", final=True), flush=True)
     return count
 
 
@@ -79,14 +69,14 @@ def parse_args(argv):
     add("--seed", type=int, default=0, help="the same seed gives the same samples (default: 0)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     args = parser.parse_args(argv)
-    for name, least in dict(tokens=1, number=1, temperature=0, top_k=0, seed=0).items():
+    for name, lowest in dict(tokens=1, number=1, temperature=0, top_k=0, seed=0).items():
         value = getattr(args, name)
-        if not least <= value < 2**31:
-            raise UserError(f"--{name}={value} must be a number from {least} to 2**31 - 1")
+        if not lowest <= value < 2**31:
+            raise UserError(f"--{name}={value} must be a number from {lowest} to 2**31 - 1")
     return args
 
 
-def main(argv, output=sys.stdout):
+def main(argv):
     args = parse_args(argv)
     path = weights.find(args.weights)
     gpt, settings, _ = weights.load(path, args.device, torch.float32)
@@ -102,11 +92,11 @@ def main(argv, output=sys.stdout):
     count = 0
     for i in range(args.number):
         if args.number > 1:
-            print(f"--- sample {i + 1} of {args.number}", file=output)
-        print(args.prompt, end="", file=output, flush=True)
+            print(f"--- sample {i + 1} of {args.number}")
+        print(args.prompt, end="", flush=True)
         T = settings.sequence_length
         ids = generate(gpt, prompt, args.tokens, choose, T, encoding.n_vocab)
-        count += write(ids, encoding, output)
+        count += write(ids, encoding)
     ms = 1000 * (time.perf_counter() - start) / count
     print(f"{count} tokens, {ms:.1f} ms each", file=sys.stderr)
 

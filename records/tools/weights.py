@@ -4,108 +4,89 @@ The tools that use a trained model share this: sample.py, evaluate.py and export
 weights is model.pt, best.pt or a checkpoint, state_step*.pt, in the folder of a run.
 """
 
-import pickle
+import os
 import sys
 import textwrap
-import zlib
 from pathlib import Path
 
 import torch
-from runlog import ROOT, argument_parser, with_new_names
+from runlog import ROOT, argument_parser, require, with_new_names
 
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import pack  # noqa: E402
 from shards import read_manifest  # noqa: E402
 
-from train_gpt2 import GPT, Hyperparameters, UserError, product_dtype  # noqa: E402
+from train_gpt2 import GPT, Hyperparameters, UserError, is_complete, product_dtype  # noqa: E402
 
 
 def parser_for(description):
     """Return an argument parser with the options of all tools that use a trained model."""
     parser = argument_parser(description)
-    where = "a file of weights or a run's folder (default: the newest weights in logs)"
-    parser.add_argument("--weights", default="", help=where)
-    parser.add_argument("--encoding", default="", help="default: that of the training data")
+    add = parser.add_argument
+    add("--weights", default="", help="file or run's folder (default: newest weights in logs)")
+    add("--encoding", default="", help="default: that of the training data")
     return parser
 
 
 def find(path):
     """Return the file of weights that `path` names: a file, a run's folder, or "" for the newest.
 
-    Raises UserError if there is none.
+    A folder stands for its file that was trained for the most steps. Raises ValueError if there is
+    no such file.
     """
     if not path:
-        paths = [*Path("logs").glob("*/model.pt"), *Path("logs").glob("*/state_step*.pt")]
-        if not paths:
-            raise UserError("no weights in logs: train first (bash run.sh), or pass --weights")
-        return max(paths, key=lambda path: path.stat().st_mtime)
+        newest = max(Path("logs").glob("*/*.pt"), key=os.path.getmtime, default=None)
+        require(newest, "no weights in logs: train first (bash run.sh), or pass --weights")
+        return newest
     path = Path(path)
-    if path.is_dir():
-        return of_most_steps(path)
-    if not path.is_file():
-        raise UserError(f"{path} is not a file: give the weights of a run, logs/RUN/model.pt")
-    return path
+    if not path.is_dir():
+        require(path.is_file(), f"{path} is not a file: give weights such as logs/RUN/model.pt")
+        return path
+    paths = [path / "model.pt", *path.glob("state_step*[0-9].pt"), path / "best.pt"]
+    files = [path for path in paths if path.is_file()]
+    require(files, f"{path} holds no weights: give a run's folder or a file")
+    return max(files, key=steps_of)  # on a tie the first, so model.pt before a checkpoint
 
 
-def of_most_steps(folder):
-    """Return the weights in a run's folder that were trained for the most steps.
-
-    model.pt is preferred to a checkpoint after the same step, and best.pt is the last resort.
-    """
-    steps = {}  # of each file
-    final, best = folder / "model.pt", folder / "best.pt"
-    if final.is_file():
-        steps[final] = settings_of(read(final), final).num_iterations
-    for path in folder.glob("state_step*[0-9].pt"):
-        steps[path] = int(path.stem.removeprefix("state_step"))
-    if best.is_file():
-        steps[best] = -1
-    if not steps:
-        raise UserError(f"{folder} holds no weights: give a run's folder or a file")
-    return max(steps, key=steps.get)  # on a tie, the first
+def steps_of(path):
+    """Return the steps that a file of weights was trained for, or -1 for best.pt."""
+    if path.name == "model.pt":
+        return settings_of(read(path), path).num_iterations
+    return -1 if path.name == "best.pt" else int(path.stem.removeprefix("state_step"))
 
 
 def read(path):
-    """Return the content of a file of weights, on the CPU. Raises UserError for any other file."""
-    fault = f"{path} is damaged, or train_gpt2.py did not write it"
-    # The file ends with the crc32 of the bytes before, so the crc32 of the whole is this constant.
-    if zlib.crc32(Path(path).read_bytes()) != 0x2144DF1C:
-        raise UserError(fault)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError):
-        raise UserError(fault) from None
+    """Return the content of a file of weights, on the CPU. Raises ValueError for any other file."""
+    require(is_complete(path), f"{path} is damaged, or train_gpt2.py did not write it")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def settings_of(state, path):
-    """Return the Hyperparameters in the content of a file of weights. Raises UserError."""
+    """Return the Hyperparameters in `state`, the content of a file of weights."""
     known = Hyperparameters.__dataclass_fields__
     try:
         settings = with_new_names(state["hyperparameters"])
         return Hyperparameters(**{name: settings[name] for name in settings.keys() & known})
-    except UserError as error:
-        raise UserError(f"{path} holds settings that are not allowed: {error}") from None
-    except (KeyError, TypeError, AttributeError, IndexError):
-        raise UserError(f"{path} holds no settings of a run of train_gpt2.py") from None
+    except Exception as error:  # a foreign file may hold anything
+        raise UserError(f"{path} holds no valid settings of train_gpt2.py: {error}") from None
 
 
 def load(path, device="cpu", dtype=None):
     """Return (GPT in evaluation mode, its Hyperparameters, the content of the file).
 
-    dtype: of matmuls; by default the one that training uses on this device. Raises UserError.
+    dtype: of matmuls; by default the one that training uses on this device. Raises ValueError.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device=cuda, but PyTorch sees no GPU: pass --device=cpu")
     state = read(path)
     args = settings_of(state, path)
     try:
-        with torch.device("meta"):  # without memory, as the settings may be of a huge model
+        with torch.device("meta"):  # allocates nothing, because the settings may be far too large
             # A copy, because assign=True would also apply to the next use of this state dict.
             GPT(args).load_state_dict(dict(state["model"]), assign=True)
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
-        reason = textwrap.shorten(str(error), 300)
-        fix = "use the train_gpt2.py of its run"
-        raise UserError(f"{path} does not fit this train_gpt2.py: {fix} ({reason})") from None
+        message = f"{path} does not fit this train_gpt2.py: use that of its run ({error})"
+        raise UserError(textwrap.shorten(message, 400)) from None
     device = torch.device(device)
     gpt = GPT(args, dtype or product_dtype(args, device))
     gpt.load_state_dict(state["model"])
@@ -115,19 +96,18 @@ def load(path, device="cpu", dtype=None):
 def encoding_of(args, name=""):
     """Return the encoding `name`, by default that of a run's data.
 
-    Raises ValueError if the encoding is unknown, unavailable or has too many ids for the model.
+    Raises ValueError if it is unknown, unavailable or has too many ids for the model.
     """
     if not name and args.vocab_size < 1024:
         name = "bytes"
-    if not name:
+    elif not name:
         manifest = read_manifest(ROOT / Path(args.train_files).parent / "manifest.json")
-        name = manifest.get("encoding", "gpt2")
         # The folder may have been packed again, as bytes, after this run.
-        name = name.replace("bytes", "gpt2")
+        name = manifest.get("encoding", "gpt2").replace("bytes", "gpt2")
     encoding = pack.get_encoding(name)
-    if encoding.n_vocab > args.vocab_size:
-        raise UserError(
-            f"the encoding {name} has {encoding.n_vocab} ids, but the model has "
-            f"vocab_size={args.vocab_size}: pass the --encoding of its data"
-        )
+    require(
+        encoding.n_vocab <= args.vocab_size,
+        f"the encoding {name} has {encoding.n_vocab} ids, but the model has "
+        f"vocab_size={args.vocab_size}: pass the --encoding of its data",
+    )
     return encoding
