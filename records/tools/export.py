@@ -61,13 +61,11 @@ def model_of(gpt, args, encoding):
     return model
 
 
-def card_of(name, path, args, state, encoding, parameters):
+def card_of(name, args, state, encoding, parameters):
     """Return the model card, README.md."""
-    step = state.get("step", args.num_iterations)  # model.pt holds the final weights
+    step = state.get("step", args.num_iterations)  # old files of weights hold no step
     tokens = step * args.batch_size * args.sequence_length
     training = f"{step:,} of {args.num_iterations:,} planned steps, {tokens:,} tokens"
-    if path.name == "best.pt":
-        training = f"the best validated weights of {args.num_iterations:,} planned steps"
     loss = f"{state['val_loss']:.4f} nats per token" if "val_loss" in state else "unknown"
     public = {key: value for key, value in vars(args).items() if key not in PRIVATE}
     return f"""---
@@ -144,7 +142,7 @@ def export(path, out, encoding_name=""):
     gpt, args, state = weights.load(path, dtype=torch.float32)
     encoding = weights.encoding_of(args, encoding_name)
     model = model_of(gpt, args, encoding)
-    card = card_of(out.name, path, args, state, encoding, model.num_parameters())
+    card = card_of(out.name, args, state, encoding, model.num_parameters())
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, suffix=".partial") as folder:
         made = Path(folder, "export")
