@@ -534,7 +534,7 @@ def test_a_run_goes_on_with_other_processes_and_micro_batches(dtype, tiny, capsy
 
 
 def test_a_run_may_grow_and_its_data_be_added_and_moved(half, tmp_path, monkeypatch, capsys):
-    """Its dtype may be another, too, which auto chooses on another machine, and its script newer."""
+    """Its dtype may differ, too, as auto chooses on another machine, and its script may be newer."""
     state = torch.load(half["resume"], weights_only=True)
     del state["hyperparameters"]["shuffle"]
     save_with_checksum(state, half["resume"])
