@@ -21,11 +21,10 @@ from train_gpt2 import Hyperparameters, main
 
 # ---- compare.py ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "arguments, status, said",
+    "arguments, status, sentence",
     [
         # By hand: the mean of x is 2, its variance 1, so t = (2 - 4) / sqrt(1 / 3).
         ("--target=4", 0, "t=-3.46 p=0.037; the mean's 95% interval -0.4841 to 4.4841"),
-        ("--target=4", 0, "No verdict: pass --n"),
         ("--target=4 --n=3", 1, "No record: p=0.037 is not below 0.01"),
         ("--target=40 --n=3", 0, "Record: p=0.00012 is below 0.01, with n=3"),
         ("--target=-40 --n=3", 1, "No record: p=1"),
@@ -33,15 +32,16 @@ from train_gpt2 import Hyperparameters, main
         ("--against {}/y*", 0, "Welch's t=-1.55 df=2.9 p=0.22 (two-sided), p=0.11 (one-sided: x"),
         ("--against {}/y*", 0, "x minus y: -2.0000, 95% interval -6.1554 to +2.1554."),
         ("--against {}/y*", 0, "They differ in: learning_rate 0.01 against 0.02."),
+        ("--against {}/y*", 0, "No verdict: pass --n"),
         ("--against {}/z* --n=3", 0, "Record: p="),
     ],
 )
-def test_tests_by_hand(arguments, status, said, tmp_path, capsys):
+def test_statistics_match_values_computed_by_hand(arguments, status, sentence, tmp_path, capsys):
     write_group(tmp_path, "x", [1, 2, 3], target_val_loss=0)
     write_group(tmp_path, "y", [2, 4, 6], target_val_loss=0, learning_rate=0.02)
     write_group(tmp_path, "z", [21, 22, 23], target_val_loss=0)
     assert compare.main([f"{tmp_path}/x*", *arguments.format(tmp_path).split()]) == status
-    assert said in capsys.readouterr().out
+    assert sentence in capsys.readouterr().out
 
 
 TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
@@ -74,7 +74,7 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
         ({}, {}, "", "2"),  # argparse's exit status: neither side
     ],
 )
-def test_runs_that_do_not_compare(third, other, arguments, sentence, tmp_path):
+def test_incomparable_runs_are_rejected(third, other, arguments, sentence, tmp_path):
     for seed, loss in enumerate([1.2, 1.3, 1.25], 1):
         write_log(
             tmp_path / f"a_seed{seed}.txt",
@@ -85,7 +85,7 @@ def test_runs_that_do_not_compare(third, other, arguments, sentence, tmp_path):
         compare.main([f"{tmp_path}/a*", *arguments.format(tmp_path).split()])
 
 
-def test_data_hashes_compare_only_within_one_order(tmp_path, capsys):
+def test_data_hashes_are_only_compared_within_one_stream(tmp_path, capsys):
     """Shuffled runs have a hash per seed, and old scripts had a longer one."""
     for seed, loss in enumerate([1.2, 1.3, 1.25], 1):
         values = dict(seed=seed, hash=f"{seed}" * 12, shuffle=True)
@@ -130,13 +130,12 @@ def test_the_table_of_two_commands(tmp_path, capsys):
     [
         ({"hash": "2" * 12}, "the training data differ"),
         ({"hash": "2" * 16, "train_tokens": 99}, "no data_hash in common"),
-        ({"val_hash": "bb"}, "validation tokens"),
         ({"stopped_at": 30}, "B_round1.txt has no result, unfinished at step 30 of 40"),
         ({"seed": 1}, r"share a seed: \[1, 1\]"),
         (None, r"B has the rounds \[1\], not \[1, 2\]"),
     ],
 )
-def test_arms_that_do_not_compare(of_b, sentence, tmp_path):
+def test_incomparable_arms_are_rejected(of_b, sentence, tmp_path):
     write_rounds(tmp_path, **(of_b or {}))
     if of_b is None:
         (tmp_path / "B_round2.txt").unlink()
@@ -144,21 +143,21 @@ def test_arms_that_do_not_compare(of_b, sentence, tmp_path):
         ab.main(["--logs", str(tmp_path)])
 
 
-def test_holms_rule():
-    """The least p times their number, the next times one less, never falling, at most 1."""
+def test_holms_correction():
+    """The smallest of k p-values is multiplied by k, the next by k - 1; none falls or exceeds 1."""
     np.testing.assert_allclose(ab.holm([0.04, 0.01, 0.5, 0.02]), [0.08, 0.04, 0.5, 0.06])
     np.testing.assert_allclose(ab.holm([0.02, 0.03]), [0.04, 0.04])
     np.testing.assert_allclose(ab.holm([0.9, np.nan, 0.8]), [1, np.nan, 1])
 
 
-def test_the_time_of_a_step_is_a_median_that_is_not_rounded():
+def test_the_time_of_a_step_is_an_unrounded_median():
     times = [round(141.4 * step) + 5000 * (step > 30) for step in range(1, 61)]  # one slow step
     run = SimpleNamespace(points={"train": [(0, 0, ms) for ms in times]}, ms_per_step=224.7)
     assert ab.step_ms(run) == pytest.approx(141.4, abs=0.2)
 
 
 # ---- ab.py: the runs ----------------------------------------------------------------------------
-# Stands for train_gpt2.py: leaves a log and weights, and adds a line to the file runs.
+# A stand-in for train_gpt2.py: writes a log and weights, and adds a line to the file "runs".
 FAKE = """
 import json, os, pathlib, sys
 fields = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
@@ -184,7 +183,7 @@ def fake(tmp_path):
     return f"bash {tmp_path}/run.sh --log={write_log(tmp_path / 'log.txt')}"
 
 
-def test_arms_run_in_turn_and_go_on(fake, tmp_path, capsys):
+def test_arms_are_interleaved_and_continued(fake, tmp_path, capsys):
     out, python_b = tmp_path / "out", tmp_path / "python_b"
     python_b.write_text(f'#!/bin/sh\nMARK=b exec {sys.executable} "$@"\n')
     python_b.chmod(0o755)
@@ -218,7 +217,7 @@ def test_arms_run_in_turn_and_go_on(fake, tmp_path, capsys):
     assert len((out / "runs").read_text().splitlines()) == 13
 
 
-def test_logs_that_the_tool_did_not_write_stay(fake, tmp_path):
+def test_other_logs_are_left_alone(fake, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "B_round2.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds other logs: pass another --out"):
@@ -243,7 +242,7 @@ def test_logs_that_the_tool_did_not_write_stay(fake, tmp_path):
         (["{fake}", "{fake}", "--logs=x"], "--logs: not allowed with argument --out"),
     ],
 )
-def test_commands_that_cannot_be(arguments, sentence, fake, tmp_path, capsys):
+def test_invalid_commands_are_rejected(arguments, sentence, fake, tmp_path, capsys):
     (tmp_path / "old.diff").write_text("--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-nothing\n+more\n")
     (tmp_path / "twice.diff").write_text("@@\n-# line\n+more\n")
     with open(tmp_path / "train_gpt2.py", "a") as script:
@@ -254,7 +253,7 @@ def test_commands_that_cannot_be(arguments, sentence, fake, tmp_path, capsys):
     assert sentence in f"{refused.value}{capsys.readouterr().err}"
 
 
-def test_train_gpt2_goes_on_from_its_checkpoint(tiny, tmp_path, monkeypatch):
+def test_an_arm_resumes_from_its_checkpoint(tiny, tmp_path, monkeypatch):
     def run(argv, **_):
         return run_forked(dict(flag[2:].split("=", 1) for flag in argv[2:]), 1, argv[1])
 
@@ -341,26 +340,27 @@ def test_an_old_script_runs_with_its_own_files_and_flags(record, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    "changes, status, said",
+    "changes, status, sentence",
     [
         ({"loss": 1.25}, 0, "Within the spread of the record"),
         ({"loss": 9.0}, 1, "NOT within"),
         ({"products": "torch.int8"}, 0, "products is torch.int8 here, torch.float32 in the record"),
         ({"hash": "2" * 12}, None, "the training data differ"),
+        ({"hash": "2" * 16, "train_tokens": 9}, None, "the logs share no data_hash"),
         ({"val_hash": "bb"}, None, "these runs differ in validation tokens"),
     ],
 )
-def test_the_verdict_on_a_repetition(changes, status, said, tmp_path, capsys):
+def test_the_verdict_on_a_repetition(changes, status, sentence, tmp_path, capsys):
     group = [runlog.read(path) for path in write_group(tmp_path, "a", [1.2, 1.25, 1.3])]
     again = runlog.read(write_log(tmp_path / "again.txt", seed=9, **changes))
     if status is None:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=sentence):
             rerun.judge(again, group[0], group)
-        return
-    assert rerun.judge(again, group[0], group) == status
-    assert said in capsys.readouterr().out
-    assert rerun.judge(again, group[0], group[:1]) == 0
-    assert "only one seed" in capsys.readouterr().out
+    else:
+        assert rerun.judge(again, group[0], group) == status
+        assert sentence in capsys.readouterr().out
+        assert rerun.judge(again, group[0], group[:1]) == 0
+        assert "only one seed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_the_verdict_on_a_repetition(changes, status, said, tmp_path, capsys):
         (["{record}", "--n_layer=9"], "--n_layer=9 would make it another experiment"),
     ],
 )
-def test_what_cannot_be_rerun(arguments, sentence, record):
+def test_invalid_reruns_are_rejected(arguments, sentence, record):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         rerun.main([text.format(record=record) for text in arguments])
 

@@ -43,7 +43,9 @@ FACTS = {
 }
 
 
-def write_log(path, loss=1.25, source="print('a script')", **changes):
+def write_log(
+    path, loss=1.25, source="print('a script')", stopped_at=None, every=20, first=0, **changes
+):
     """Write a log in the format of train_gpt2.py: 40 steps, validated every 20.
 
     changes replace HEADER and FACTS. stopped_at: the last step that is logged. every: steps
@@ -51,8 +53,6 @@ def write_log(path, loss=1.25, source="print('a script')", **changes):
     """
     facts = FACTS | {name: changes.pop(name) for name in FACTS.keys() & changes.keys()}
     facts = SimpleNamespace(**facts)
-    stopped_at = changes.pop("stopped_at", None)
-    every, first = changes.pop("every", 20), changes.pop("first", 0)
     values = HEADER | changes
     last = values["num_iterations"]
     lines = [source]
@@ -111,7 +111,7 @@ def test_log_written_by_training_is_read(tiny):
     assert (len(run.hashes[run.tokens]), len(run.facts["val_hash"])) == (12, 16)
     assert run.facts["torch"] == torch.__version__ and run.facts["products"] == "torch.bfloat16"
     assert (run.facts["processes"], run.facts["train_tokens"]) == ("1", "3000")
-    assert run.number("peak_memory") > 50 and run.number("compile") >= 0
+    assert run.peak_memory > 50
 
 
 def test_a_log_of_an_old_script_is_read():
@@ -133,7 +133,7 @@ def test_flops_per_token_exclude_tables_that_are_only_looked_up():
 
 
 # ---- Resumed runs -------------------------------------------------------------------------------
-def test_fault_10_an_abandoned_branch_is_no_part_of_the_run(tmp_path):
+def test_fault_10_steps_that_a_resume_repeats_are_replaced(tmp_path):
     path = write_log(tmp_path / "a.txt", stopped_at=35, every=5)
     run = resumed_log(path, 25, stopped_at=30, loss=9.0, hash="2" * 12)
     assert (run.last_val_step, run.last_step, run.val_loss) == (25, 30, 3.75)
@@ -186,7 +186,7 @@ def test_fault_14_a_literal_that_python_cannot_read_is_one_sentence(literal, tmp
 
 @pytest.mark.parametrize("before", ["device:CPU one ", "tokens/s:4571 ", "torch:2.13.0 "])
 @pytest.mark.parametrize("filler", [" ", "a", "a:"])
-def test_fault_14_long_lines_of_a_log_take_no_time(before, filler, tmp_path):
+def test_fault_14_long_lines_are_parsed_fast(before, filler, tmp_path):
     path = write_log(tmp_path / "a.txt")
     path.write_text(path.read_text().replace(before, f"{before}{60_000 * filler} "))
     start = time.perf_counter()
@@ -194,16 +194,8 @@ def test_fault_14_long_lines_of_a_log_take_no_time(before, filler, tmp_path):
     assert time.perf_counter() - start < 0.5
 
 
-def test_an_incomplete_last_line_is_ignored(tmp_path):
-    path = write_log(tmp_path / "a.txt")
-    text = path.read_text()
-    path.write_text(text[: text.index("data_hash:", text.index("step:20/40 val_loss")) + 13])
-    run = runlog.read(path)
-    assert (run.last_step, run.hashes, run.last_val_step) == (20, {}, 0)
-
-
 @pytest.mark.parametrize("text", ["", "soak: 30 cycles", "hyperparameter a=1\n"])
-def test_other_files_are_no_logs(text, tmp_path):
+def test_other_files_are_not_read_as_logs(text, tmp_path):
     (tmp_path / "a.txt").write_text(text)
     with pytest.raises(ValueError, match=r"a\.txt is no log of a training run"):
         runlog.read(tmp_path / "a.txt")
@@ -229,7 +221,7 @@ def test_damaged_logs_are_read_or_rejected(tmp_path_factory, random):
 
 
 # ---- Groups and tables --------------------------------------------------------------------------
-def test_groups_take_each_run_once_and_count_every_run(tmp_path, capsys):
+def test_a_group_counts_each_run_once(tmp_path, capsys):
     write_group(tmp_path / "X", "a", [1.2, 1.3])
     write_group(tmp_path / "X" / "below", "a", [2.2, 2.3])
     write_log(tmp_path / "X" / "a_seed10.txt", 1.4, seed=10)
@@ -360,32 +352,32 @@ def test_a_picture_of_groups(tmp_path, saved):
     write_group(tmp_path, "b", [1.2, 1.3], val_hash="bb")
     with pytest.raises(ValueError, match=r"these runs differ in .*\(val_hash\)"):
         report.main([str(tmp_path), "--picture", "p.png"])
-    with pytest.raises(ValueError, match=r"must end in \.png"):
-        report.main([str(tmp_path), "--picture", "p.pdf"])
 
 
-@pytest.mark.parametrize("cut, last", [(0, 0), (1, 0), (2, 1), (20, 19), (40, 39)])
-def test_a_running_log_is_drawn_wherever_it_ends(cut, last, tmp_path, saved):
+@pytest.mark.parametrize(
+    "line, length, last", [("step:1/", 30, 0), ("step:2/", 30, 1), ("step:20/40 val", 75, 20)]
+)
+def test_a_running_log_is_drawn_without_its_incomplete_last_line(
+    line, length, last, tmp_path, saved
+):
     path = write_log(tmp_path / "a_seed1.txt")
     text = path.read_text()
-    path.write_text(text[: text.index(f"step:{cut}/") + 30])  # in the middle of a line
-    if not last:
-        with pytest.raises(ValueError, match="holds no step after step 0 to draw"):
-            report.main([str(path), "--picture=p.png"])
-        return
+    path.write_text(text[: text.index(line) + length])
+    assert runlog.read(path).hashes == {}
     assert report.main([str(path), "--picture=p.png"]) == 0
     [axes] = saved[0].axes
     assert axes.get_legend().get_texts()[0].get_text() == f"a: {last} of 40, unfinished, n=1"
-    train, _, _ = curves_of(saved[0])
-    assert max(train[0][0]) == 32 * last
+    train, val, _ = curves_of(saved[0])
+    assert max([0, *(x for tokens, _ in train + val for x in tokens)]) == 32 * last
 
 
 # ---- What the READMEs show ----------------------------------------------------------------------
 ABOUT_TIMES = {"2026-11-20_124M_CPU", "2026-11-22_Plan", "2026-11-23_Plain_Code"}  # not losses
 
 
-def test_the_readme_of_each_record_gives_the_losses_of_its_logs():
-    for row in report.history().splitlines()[2:]:
+def test_the_readme_of_each_record_gives_the_losses_of_its_logs(capsys):
+    report.main(["--history"])
+    for row in capsys.readouterr().out.splitlines()[2:]:
         _, link, group, _, _, _, loss, _ = (cell.strip() for cell in row.split("|")[1:-1])
         if link:
             folder = link.rpartition("(")[2].rstrip(")")

@@ -215,7 +215,7 @@ def holm(values):
 
 METRICS = {  # name: (value of a run, format)
     "ms a step": (step_ms, "{:.1f}"),
-    "peak memory, MiB": (lambda run: run.number("peak_memory"), "{:.0f}"),
+    "peak memory, MiB": (lambda run: run.peak_memory, "{:.0f}"),
 }
 
 

@@ -15,7 +15,7 @@ group that read more tokens than the second. Losses are in nats per token.
 
 import numpy as np
 from report import LOSS_DEPENDS_ON, check_equal, collect, escaped, markdown
-from runlog import REPETITIONS_VARY, argument_parser, command, packages, require, with_new_names
+from runlog import MAY_VARY, argument_parser, command, packages, require, with_new_names
 
 with packages():
     from scipy import stats
@@ -32,7 +32,7 @@ COMPARABLE = {  # runs are only compared if these are equal
 
 
 # ---- Checks -------------------------------------------------------------------------------------
-def differences(a, b, ignored=REPETITIONS_VARY):
+def differences(a, b, ignored=MAY_VARY):
     """Return a line on what sets two runs apart: settings (except ignored ones), source, torch."""
     left, right = with_new_names(a.settings), with_new_names(b.settings)
     changed = [
@@ -56,7 +56,7 @@ def check_finished(run):
     )
 
 
-def check_repetitions(runs, ignored=REPETITIONS_VARY):
+def check_repetitions(runs, ignored=MAY_VARY):
     """Raise ValueError unless these are finished runs of one experiment with different seeds."""
     for run in runs:
         check_finished(run)

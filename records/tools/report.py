@@ -7,17 +7,17 @@
     python records/tools/report.py --refresh                # renew what the READMEs show
 
 LOG is a file, a folder or a quoted glob. `NAME=` before it puts its runs into a group of that name.
-Otherwise the name of the file gives the group (muon_seed3.txt: muon). n/a means that the log does
-not hold the value. n counts every run. A group has no mean if one of its runs is unfinished
-(stopped, or still going) or has diverged.
+Otherwise the group is named after the file, without the seed: muon_seed3.txt belongs to muon. n/a
+means that the log does not contain the value. n counts every run. A group has no mean if one of its
+runs is unfinished (stopped or still running) or has diverged.
 
-Runs in a group must share val_hash, world size, dtype and num_iterations, and so must the starts of
-a resumed run, except that num_iterations may grow; otherwise the group is rejected. All runs in a
+Runs in a group must share val_hash, world size, dtype and num_iterations, otherwise the group is
+rejected. So must the starts of a resumed run, except that num_iterations may grow. All runs in a
 picture must share val_hash.
 
-A README holds a command between `<!-- ` and ` -->`, then what it prints, then `<!-- end -->`.
---stale runs these commands, names those whose output has changed or whose picture is missing, and
-exits with status 1 if there are any. --refresh renews them.
+In a README, a generated table stands between its command, `<!-- python records/tools/... -->`, and
+`<!-- end -->`. --stale runs these commands, lists those whose output has changed or whose picture
+is missing, and exits with status 1 if there are any. --refresh renews them.
 """
 
 import contextlib
@@ -57,8 +57,12 @@ def or_na(value, form="{}"):
     return "n/a" if value is None else form.format(value)
 
 
+def fact(run, name):
+    return run.facts.get(name, "n/a")
+
+
 def progress(run):
-    """Return how far a run got."""
+    """Return the steps of a run, and why it has no result if it has none."""
     steps = run.num_iterations
     return f"{steps}" if run.finished else f"{run.last_step} of {steps}, {run.fault}"
 
@@ -69,13 +73,11 @@ COLUMNS = {  # name: text of a run
     "val loss": lambda run: or_na(run.val_loss, "{:.4f}"),
     "train time": lambda run: "n/a" if run.train_ms is None else f"{run.train_ms / 1000:.0f} s",
     "ms/step": lambda run: or_na(run.ms_per_step, "{:.1f}"),
-    "peak memory": lambda run: or_na(run.number("peak_memory"), "{:.0f} MiB"),
-    "compile": lambda run: or_na(run.number("compile"), "{:.1f} s"),
-    "torch": lambda run: or_na(run.facts.get("torch")),
-    "device": lambda run: or_na(run.facts.get("device")),
-    "processes": lambda run: or_na(run.facts.get("processes")),
-    "commit": lambda run: re.sub(r"\b(\w{9})\w+", r"\1", or_na(run.facts.get("commit"))),
-    "val hash": lambda run: or_na(run.facts.get("val_hash")),
+    "peak memory": lambda run: or_na(run.peak_memory, "{} MiB"),
+    "hardware": lambda run: f"{fact(run, 'device')}, torch {fact(run, 'torch')}",
+    "processes": lambda run: fact(run, "processes"),
+    "commit": lambda run: re.sub(r"\b(\w{9})\w+", r"\1", fact(run, "commit")),
+    "val hash": lambda run: fact(run, "val_hash"),
 }
 
 
@@ -211,10 +213,9 @@ def history():
             rows.append([*record, "no training runs", *[""] * 5])
         for group, runs in groups.items():
             steps = runs[0].num_iterations
-            hardware = f"{COLUMNS['device'](runs[0])}, torch {COLUMNS['torch'](runs[0])}"
-            tokens = f"{steps * runs[0].tokens_per_step:,}"
-            cells = [group, f"{len(runs)}", f"{steps:,}", tokens, loss_of(runs), hardware]
-            rows.append([*record, *cells])
+            tokens = steps * runs[0].tokens_per_step
+            cells = [group, f"{len(runs)}", f"{steps:,}", f"{tokens:,}", loss_of(runs)]
+            rows.append([*record, *cells, COLUMNS["hardware"](runs[0])])
             record = ["", ""]
     head = ["date", "record", "runs", "n", "steps", "tokens", "val loss", "hardware"]
     return markdown(head, rows)
@@ -238,10 +239,7 @@ def draw(groups, path):
     """Draw the losses of all runs against the tokens that they read."""
     with packages():
         from matplotlib.figure import Figure
-    require(Path(path).suffix == ".png", f"--picture={path} must end in .png")
     runs = [run for own in groups.values() for run in own]
-    for run in runs:
-        require(run.last_step, f"{run.path} holds no step after step 0 to draw")
     check_equal(VALIDATION_TOKENS, LOSS_DEPENDS_ON[VALIDATION_TOKENS], runs)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -263,7 +261,7 @@ def draw(groups, path):
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, loc="upper right")
     axes.set_title("Validation loss (solid) and training loss (dotted, averaged)", fontsize=11)
-    figure.savefig(path, dpi=90, metadata={"Software": None})
+    figure.savefig(path, dpi=90)
 
 
 # ---- READMEs -------------------------------------------------------------------------------------

@@ -23,16 +23,7 @@ from pathlib import Path
 import numpy as np
 from compare import COMPARABLE, check_comparable, check_finished, differences, same_training_data
 from report import check_equal
-from runlog import (
-    REPETITIONS_VARY,
-    ROOT,
-    argument_parser,
-    command,
-    logs_in,
-    packages,
-    read,
-    require,
-)
+from runlog import MAY_VARY, ROOT, argument_parser, command, logs_in, packages, read, require
 
 with packages():
     from scipy import stats
@@ -135,7 +126,7 @@ def main(argv):
     parser.add_argument("name", nargs="?")
     parser.add_argument("--log_dir", type=Path, default="logs")
     options, fields = parser.parse_known_args(argv)
-    allowed = sorted(REPETITIONS_VARY - SET_BY_RERUN)
+    allowed = sorted(MAY_VARY - SET_BY_RERUN)
     for field in fields:
         require(
             re.fullmatch(rf"--({'|'.join(allowed)})=.*", field),

@@ -33,9 +33,9 @@ HEADER = re.compile(r"((?:^hyperparameter \w+=.*\n)+)", re.M)
 BEFORE_SOURCE = re.compile(
     r"\A(?:(?:renamed |.* is not a complete checkpoint$|.* was saved by a run in ).*\n)+", re.M
 )
-# Settings in which repetitions of an experiment may differ. The last two belong to old scripts.
-REPETITIONS_VARY = {"seed", "run_id", "log_dir", "device_batch_size", "save_every", "resume"}
-REPETITIONS_VARY |= {"keep_checkpoints", "comm_timeout", "checksum_every", "bytes_per_token"}
+# Settings that may vary between repetitions of an experiment. The last two belong to old scripts.
+MAY_VARY = {"seed", "run_id", "log_dir", "device_batch_size", "save_every", "resume"}
+MAY_VARY |= {"keep_checkpoints", "comm_timeout", "checksum_every", "bytes_per_token"}
 RENAMED_SETTINGS = {"ngrams": "max_ngram", "key_offset": "key_shift"}  # old name: new name
 
 
@@ -128,11 +128,11 @@ class Run:
         """The group of a run: the file's name without seed or round, else the folder's name."""
         return re.sub(r"_?(seed|round)\d+$", "", self.path.stem) or self.path.parent.name
 
-    def number(self, name):
-        """Return a fact of the last start as a float, without its unit, or None."""
-        *_, last = self.facts.get(name, "").split(" then ")
-        found = re.match(r"\d+(\.\d+)?", last)
-        return float(found[0]) if found else None
+    @property
+    def peak_memory(self):
+        """MiB, of the last start, or None."""
+        found = re.findall(r"\d+", self.facts.get("peak_memory", ""))
+        return int(found[-1]) if found else None
 
 
 def with_new_names(settings):
