@@ -367,6 +367,8 @@ def test_the_verdict_on_a_repetition(changes, status, sentence, tmp_path, capsys
     "arguments, sentence",
     [
         (["{record}", "x"], "has no run 'x': give one of ['ab/A', 'ab/A_round1', 'ab/B'"),
+        # This run began in another log.
+        ([f"{ROOT}/records/2026-11-22_Candidate", "equal_time/B_round1"], "has no run"),
         (["{record}/data"], "holds no log of a training run"),
         (["{record}/none"], "is no folder"),
         (["{record}", "--n_layer=9"], "--n_layer=9 would make it another experiment"),

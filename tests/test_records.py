@@ -281,8 +281,9 @@ def test_fault_2_other_headers_do_not_mix(name, other, tmp_path):
 
 def test_fault_2_prolonged_runs_do_not_mix_with_others(tmp_path):
     write_log(tmp_path / "a_seed1.txt", num_iterations=20)
-    grown = resumed_log(tmp_path / "a_seed1.txt", 20)
+    grown = resumed_log(tmp_path / "a_seed1.txt", 20, memory=600)
     assert (grown.finished, grown.continued, grown.schedule) == (True, True, [20, 40])
+    assert grown.peak_memory == 600
     assert report.main([str(tmp_path)]) == 0
     write_log(tmp_path / "a_seed2.txt", seed=2)
     with pytest.raises(

@@ -66,7 +66,8 @@ def make_arm(name, text, python, diff=None, folder=None):
         script = home / "train_gpt2.py"
     else:
         rule = "must be `bash run.sh ...` or `python train_gpt2.py ...`"
-        require(argv[:1] == ["python"] and len(argv) > 1, f"{text!r} {rule}")
+        is_script = argv[:1] == ["python"] and "".join(argv[1:2]).endswith(".py")
+        require(is_script, f"{text!r} {rule}")
         home, script = Path.cwd(), Path(argv[1])
         argv[0] = python
     if diff:

@@ -252,9 +252,7 @@ def draw(groups, path):
         result = loss_of(own) if all(run.finished for run in own) else progress(own[0])
         axes.plot([], [], label=f"{name}: {result}, n={len(own)}".replace("$", r"\$"), **look)
     axes.set(xlabel="tokens read", ylabel="loss, nats per token", xlim=(0, None))
-    axes.set_ylim(
-        axes.get_ylim()
-    )  # from here on fixed: a distant target must not squeeze the curves
+    axes.set_ylim(axes.get_ylim())  # fix the limits: a distant target must not squeeze the curves
     for target in {run.settings.get("target_val_loss") for run in runs} - {None, 0}:
         axes.axhline(target, linestyle="--", color="black", label=f"target {target:g}")
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M")

@@ -3,8 +3,8 @@
     bash run.sh track logs/RUN.txt --tensorboard DIR     # then: tensorboard --logdir DIR
     bash run.sh track logs/RUN.txt --wandb PROJECT       # WANDB_MODE=offline needs no account
 
-It stops when the log contains the result, or at Ctrl-C. Steps that a resumed run repeats are sent
-once. If it is started again, it sends the whole log again.
+It stops when the log contains the result, or at Ctrl-C. A step that a resumed run repeats is sent
+only once. If the tool is started again, it sends the whole log again.
 """
 
 import ast
@@ -17,7 +17,7 @@ from runlog import POINT, argument_parser, command, require
 
 
 def follow(path, pause=1.0):
-    """Yield the lines of a log as they are written, up to the line of the result."""
+    """Yield the lines of a log as they are written, up to the line with the result."""
     line = b""
     with open(path, "rb") as file:
         while not line.startswith(b"result "):
