@@ -48,6 +48,8 @@ OWN_SETTINGS = {"seed", "run_id", "log_dir", "resume"}  # the runs of an arm may
 # ---- The runs -----------------------------------------------------------------------------------
 @dataclass
 class Arm:
+    """One side of the comparison."""
+
     name: str
     argv: list
     environment: dict  # variables to set
@@ -170,11 +172,13 @@ def collect(folder):
         if found := re.fullmatch(r"(.+)_round(\d+)", path.stem):
             arms.setdefault(found[1].replace("_", " "), {})[int(found[2])] = read(path)
     rounds = arms["A"].keys()
-    wanted = "must hold A_round1.txt, A_round2.txt, B_round1.txt, B_round2.txt, ..."
-    require(len(rounds) > 1 and len(arms) > 1, f"{folder} {wanted}")
+    rule = (
+        "must hold at least two arms and two rounds: A_round1.txt, B_round1.txt, A_round2.txt, ..."
+    )
+    require(len(rounds) > 1 and len(arms) > 1, f"{folder} {rule}")
     for name, runs in arms.items():
-        same = f"{name} has the rounds {sorted(runs)}, not {sorted(rounds)}: run ab.py again"
-        require(runs.keys() == rounds, same)
+        mismatch = f"{name} has the rounds {sorted(runs)}, not {sorted(rounds)}: run ab.py again"
+        require(runs.keys() == rounds, mismatch)
         check_repetitions([*runs.values()], OWN_SETTINGS)
     unknown = check_comparable([run for runs in arms.values() for run in runs.values()])
     require(

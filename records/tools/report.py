@@ -54,6 +54,7 @@ LOSS_DEPENDS_ON = {  # losses are only comparable if these are equal
 
 
 def or_na(value, form="{}"):
+    """Return a value as text, or n/a if the log does not contain it."""
     return "n/a" if value is None else form.format(value)
 
 
@@ -112,23 +113,23 @@ def grouped(named):
 def check(groups):
     """Raise ValueError unless the losses of each group are comparable."""
     for runs in groups.values():
-        for what, value in LOSS_DEPENDS_ON.items():
-            check_equal(what, value, runs)
+        for what, value_of in LOSS_DEPENDS_ON.items():
+            check_equal(what, value_of, runs)
         check_equal("num_iterations", lambda run: run.schedule, runs)
 
 
-def check_equal(what, value, runs):
-    """Raise ValueError if value(run) differs between runs, or between the starts of one of them.
+def check_equal(what, value_of, runs):
+    """Raise ValueError if a value differs between runs, or between the starts of one of them.
 
     Unknown values do not count. Returns whether all values are known.
     """
-    values = {f"{value(run)}": run.path for run in runs if value(run) is not None}
+    values = {f"{value_of(run)}": run.path for run in runs if value_of(run) is not None}
     listed = ", ".join(f"{text} in {path}" for text, path in values.items())
     require(
         len(values) < 2 and " then " not in listed,
         f"these runs differ in {what}, so their losses are not comparable: {listed}",
     )
-    return all(value(run) is not None for run in runs)
+    return all(value_of(run) is not None for run in runs)
 
 
 # ---- Tables --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Run a record again from its own log, and say whether the loss is within its spread.
+"""Train a record again from its own log and test whether the loss is within its spread.
 
     bash run.sh records/<date>_<Name> [NAME] [--field=value ...]
 
@@ -29,14 +29,15 @@ with packages():
     from scipy import stats
 
 LEVEL = 0.99
-ROUNDING = 5e-5  # of a logged loss
+ROUNDING = 5e-5  # largest rounding error of a logged loss
 SET_BY_RERUN = {"run_id", "log_dir", "resume"}
 
 
 def choose(folder, name):
     """Return (the run to repeat, the runs of its experiment with one run per seed)."""
     require(folder.is_dir(), f"{folder} is no folder: give one of records/")
-    runs = [run for run in logs_in(folder) if not run.continued]  # one command cannot repeat those
+    # A single command cannot repeat a run that was continued.
+    runs = [run for run in logs_in(folder) if not run.continued]
     require(runs, f"{folder} holds no log of a training run: its README says how it was measured")
     named = {}
     for run in runs:

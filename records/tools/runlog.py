@@ -24,7 +24,7 @@ POINT = re.compile(
     r"(?: data_hash:(?P<hash>\w+))?(?: lr:(?P<lr>\S+))?"
 )
 FACT = re.compile(  # name:value, before the first step and after the last one
-    r"(?:^| )(torch|commit|device|processes|products|train_tokens|val_hash|compile|peak_memory)"
+    r"(?:^| )(torch|commit|device|processes|products|train_tokens|val_hash|peak_memory)"
     r":(\S.*?)(?= [\w/]+:|$)",
     re.M,
 )
