@@ -353,6 +353,9 @@ def test_a_picture_of_groups(tmp_path, saved):
     assert low < 0.5 and max(losses) < high < 5, "a distant target must not squeeze the curves"
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend[:2] == ["a: 1.2500 (sd 0.0500), n=3", "b: 1.6500 (sd 0.0707), n=2"]
+    write_log(tmp_path / "b_seed2.txt", seed=2, num_iterations=95, stopped_at=30)
+    assert report.main([f"{tmp_path}/b*", "--picture", "p.png"]) == 0
+    assert saved[1].axes[0].get_legend().get_texts()[0].get_text() == "b: n/a, n=2"
     write_group(tmp_path, "b", [1.2, 1.3], val_hash="bb")
     with pytest.raises(ValueError, match=r"these runs differ in .*\(val_hash\)"):
         report.main([str(tmp_path), "--picture", "p.png"])

@@ -250,7 +250,7 @@ def draw(groups, path):
             for kind, style in ("train", {"linestyle": ":", "marker": ""}), ("val", {}):
                 steps, losses = curve(run, kind)
                 axes.plot(steps * run.tokens_per_step, losses, linewidth=1, **look | style)
-        result = loss_of(own) if all(run.finished for run in own) else progress(own[0])
+        result = loss_of(own) if len(own) > 1 or own[0].finished else progress(own[0])
         axes.plot([], [], label=f"{name}: {result}, n={len(own)}".replace("$", r"\$"), **look)
     axes.set(xlabel="tokens read", ylabel="loss, nats per token", xlim=(0, None))
     axes.set_ylim(axes.get_ylim())  # fix the limits: a distant target must not squeeze the curves
