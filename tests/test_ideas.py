@@ -1,4 +1,4 @@
-"""The edits that records/README.md proposes: each applies, trains, resumes and has its gradient."""
+"""The edits in records/README.md: each applies, trains, resumes and has the right gradient."""
 
 import importlib.util
 import re
@@ -36,7 +36,7 @@ def load(path):
 
 
 @pytest.mark.parametrize("idea", IDEAS)
-def test_an_idea_trains_and_goes_on_to_the_bit(idea, tiny, tmp_path):
+def test_an_idea_trains_and_resumes_bit_for_bit(idea, tiny, tmp_path):
     script = edited(tmp_path, idea)
     fields = {**tiny, "save_every": 2}
     one, two = (validations(trained({**fields, "run_id": f"w{n}"}, n, script)) for n in (1, 2))
@@ -52,8 +52,8 @@ def test_an_idea_trains_and_goes_on_to_the_bit(idea, tiny, tmp_path):
 
 @both_dtypes
 @pytest.mark.parametrize("idea", IDEAS)
-def test_an_ideas_gradient_is_that_of_its_logits(idea, dtype, tmp_path):
-    """What training minimizes is the loss of what inference predicts, and its own derivative."""
+def test_an_ideas_training_loss_matches_its_logits(idea, dtype, tmp_path):
+    """The training loss and its gradients equal those of the cross-entropy of the logits."""
     module = load(edited(tmp_path, idea))
     args = module.Hyperparameters(
         vocab_size=64, n_layer=2, n_head=2, n_embd=16, batch_size=2, sequence_length=128
@@ -78,7 +78,7 @@ def test_an_ideas_gradient_is_that_of_its_logits(idea, dtype, tmp_path):
         assert difference < (1e-4 if exact else 0.05)
 
 
-def test_value_embeddings_have_their_own_rate_and_are_no_flops(tmp_path):
+def test_value_embeddings_have_their_own_rate_and_add_no_flops(tmp_path):
     module = load(edited(tmp_path, "value embeddings"))
     args = module.Hyperparameters(vocab_size=64, n_layer=1, n_head=1, n_embd=8)
     gpt = module.GPT(args)

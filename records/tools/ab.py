@@ -1,14 +1,14 @@
 """Compare commands, settings or edits of train_gpt2.py by interleaved runs on this machine.
 
     bash run.sh ab "bash run.sh" "bash run.sh --compile=False" --out logs/compile   # arms A and B
-    bash run.sh ab "bash run.sh" --python_b NEW/bin/python --cold --out logs/torch
+    bash run.sh ab "bash run.sh" --python_b NEW/bin/python --out logs/torch
     bash run.sh ab "bash run.sh" --arm "no key shift: --key_shift=0" \\
         --arm "softcap: softcap.diff" --out logs/arms     # arms that are changes of A
     bash run.sh ab --logs logs/arms                       # only the table, from the logs
 
 Each arm runs once per round, with the number of the round as its seed. The order of the arms is
 reversed from round to round, so that a drift of the machine's speed cancels out. Close other
-programs first. --cold gives each run empty compiler caches, to measure a first start.
+programs first.
 
 Called again with the same commands, the tool keeps finished runs and resumes unfinished ones. It
 rejects a folder that holds other logs. It deletes nothing but the final weights of its own runs.
@@ -36,42 +36,42 @@ from pathlib import Path
 import numpy as np
 from compare import check_comparable, check_finished, check_repetitions, differences
 from report import escaped, markdown
-from runlog import NAMES, ROOT, argument_parser, command, packages, read, require
+from runlog import argument_parser, command, packages, read, require
 
 with packages():
     from scipy import stats
 
-PLAN = "ab.json"  # beside the logs: the arms, and whether a round was interrupted
-OWN_SETTINGS = NAMES | {"resume"}  # settings in which the runs of an arm may differ
-CACHES = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"  # TMPDIR: compiled headers
+STATE = "ab.json"  # beside the logs: the arms, and whether a round was interrupted
+OWN_SETTINGS = {"seed", "run_id", "log_dir", "resume"}  # the runs of an arm may differ in these
 
 
 # ---- The runs -----------------------------------------------------------------------------------
 @dataclass
 class Arm:
+    """One side of the comparison."""
+
     name: str
     argv: list
-    environment: dict  # what it adds to the environment
+    environment: dict  # variables to set
     home: Path  # where the training script runs
-    identity: list  # what a continued comparison must share: command, interpreter, hash of script
+    identity: list  # must not change in a continued comparison: command, interpreter, source hash
 
     def log(self, folder, round_):
         return folder / f"{self.name.replace(' ', '_')}_round{round_}.txt"
 
 
 def make_arm(name, text, python, diff=None, folder=None):
-    """Return the Arm of a command; a diff is applied to a copy of its script, in the folder."""
+    """Return the Arm of a command. A diff is applied to a copy of its script, in this folder."""
     argv, environment = shlex.split(text), {"PYTHON": python}
     if argv[:1] == ["bash"] and Path("".join(argv[1:2])).name == "run.sh":
         home = Path(argv[1]).resolve().parent
         script = home / "train_gpt2.py"
     else:
-        starts = {"python": [python], "torchrun": [python, "-m", "torch.distributed.run"]}
-        scripts = [word for word in argv if word.endswith(".py")]
-        rule = "must be `bash run.sh ...`, `python train_gpt2.py ...` or `torchrun ...`"
-        require(scripts and argv[0] in starts, f"{text!r} {rule}")
-        home, script = Path.cwd(), Path(scripts[0])
-        argv[:1] = starts[argv[0]]
+        rule = "must be `bash run.sh ...` or `python train_gpt2.py ...`"
+        is_script = argv[:1] == ["python"] and "".join(argv[1:2]).endswith(".py")
+        require(is_script, f"{text!r} {rule}")
+        home, script = Path.cwd(), Path(argv[1])
+        argv[0] = python
     if diff:
         copy = patched(script, diff, folder)
         argv = [str(copy) if Path(word) == script else word for word in argv]
@@ -113,35 +113,31 @@ def parse_arm(text):
     return (name, "", Path(change)) if is_diff else (name, change, None)
 
 
-def open_plan(folder, arms):
-    """Return the plan of a folder, a dict. Raises ValueError if it belongs to other arms."""
-    path = folder / PLAN
-    fix = "pass another --out, because ab.py never continues or changes other runs"
-    if not path.exists():
-        require(not any(folder.glob("*.txt")), f"{folder} holds other logs: {fix}")
-        return {"arms": {}, "interrupted": False}
-    plan = json.loads(path.read_text())
-    for arm in arms:
-        known = plan["arms"].get(arm.name, arm.identity)
-        require(known == arm.identity, f"{arm.name} in {folder} was started as {known}: {fix}")
-    return plan
+def run_all(arms, rounds, folder):
+    """Run each arm in each round, unless its run is finished.
 
-
-def run_all(arms, rounds, folder, cold):
-    """Run each arm in each round, unless its run is finished. Raises ValueError if a run fails."""
+    Raises ValueError if a run fails, or if the folder holds logs of other arms.
+    """
     names = [arm.name for arm in arms]
     require(len(set(names)) == len(names), f"the arms {names} must have different names")
     folder.mkdir(parents=True, exist_ok=True)
-    plan = open_plan(folder, arms)
-    plan["arms"] |= {arm.name: arm.identity for arm in arms}
+    fix = "pass another --out, because ab.py never continues or changes other runs"
+    path, state = folder / STATE, {"arms": {}, "interrupted": False}
+    if path.exists():
+        state = json.loads(path.read_text())
+    else:
+        require(not any(folder.glob("*.txt")), f"{folder} holds other logs: {fix}")
+    for arm in arms:
+        known = state["arms"].setdefault(arm.name, arm.identity)
+        require(known == arm.identity, f"{arm.name} in {folder} was started as {known}: {fix}")
     for round_ in range(1, rounds + 1):
         in_turn = arms if round_ % 2 else arms[::-1]
         missing = [arm for arm in in_turn if not is_finished(arm.log(folder, round_))]
         begun = any(arm.log(folder, round_).exists() for arm in arms)
-        plan["interrupted"] |= begun and len(missing) > 0
-        (folder / PLAN).write_text(json.dumps(plan, indent=1))
+        state["interrupted"] |= begun and len(missing) > 0
+        path.write_text(json.dumps(state, indent=1))
         for arm in missing:
-            run_once(arm, round_, folder, cold)
+            run_once(arm, round_, folder)
         check_comparable([read(arm.log(folder, round_)) for arm in arms])
 
 
@@ -151,61 +147,52 @@ def is_finished(log):
     return False
 
 
-def run_once(arm, round_, folder, cold):
+def run_once(arm, round_, folder):
     """Run one arm to its end and remove its final weights. Raises ValueError if it fails."""
     log = arm.log(folder, round_)
-    place = os.path.relpath(folder.resolve(), arm.home)
-    argv = [*arm.argv, f"--run_id={log.stem}", f"--log_dir={place}", f"--seed={round_}"]
+    log_dir = os.path.relpath(folder.resolve(), arm.home)  # keeps absolute paths out of the logs
+    argv = [*arm.argv, f"--run_id={log.stem}", f"--log_dir={log_dir}", f"--seed={round_}"]
     if log.exists():
         argv.append("--resume=auto")
-    with tempfile.TemporaryDirectory() as cache:
-        caches = dict.fromkeys(CACHES, cache) if cold else {}
-        environment = os.environ | arm.environment | caches
-        pipes = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        done = subprocess.run(argv, env=environment, **pipes)
-    said = (done.stdout + done.stderr).strip().splitlines() or ["it printed nothing"]
-    failed = f"{shlex.join(argv)} ended with {done.returncode}: {said[-1]}"
-    require(done.returncode == 0, failed)
+    pipes = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(argv, env=os.environ | arm.environment, **pipes)
+    *_, last_line = ["it printed nothing", *(done.stdout + done.stderr).strip().splitlines()]
+    require(done.returncode == 0, f"{shlex.join(argv)} ended with {done.returncode}: {last_line}")
     run = read(log)
     check_finished(run)
     print(f"{log.stem}: loss {run.val_loss:.4f}", file=sys.stderr, flush=True)
-    weights = log.with_suffix("") / "model.pt"
-    weights.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # the folder holds checkpoints, or there is none
-        weights.parent.rmdir()
+    (log.with_suffix("") / "model.pt").unlink(missing_ok=True)
 
 
 # ---- The table ----------------------------------------------------------------------------------
 def collect(folder):
     """Return {arm: {round: Run}}, A first. Raises ValueError if they are not comparable."""
-    arms = {}
+    arms = {"A": {}}
     for path in sorted(folder.glob("*.txt")):
         if found := re.fullmatch(r"(.+)_round(\d+)", path.stem):
             arms.setdefault(found[1].replace("_", " "), {})[int(found[2])] = read(path)
-    found = "A" in arms and len(arms) > 1
-    require(found, f"{folder} holds no logs A_round1.txt, B_round1.txt, ...")
-    rounds = sorted(arms["A"])
-    require(len(rounds) > 1, f"{folder} holds one round: at least two are needed")
+    rounds = arms["A"].keys()
+    rule = (
+        "must hold at least two arms and two rounds: A_round1.txt, B_round1.txt, A_round2.txt, ..."
+    )
+    require(len(rounds) > 1 and len(arms) > 1, f"{folder} {rule}")
     for name, runs in arms.items():
-        found = sorted(runs)
-        require(found == rounds, f"{name} has the rounds {found}, not {rounds}: run ab.py again")
-        seeds = {run.seed for run in runs.values()}
-        require(
-            len(seeds) == len(rounds), f"{name} has only the seeds {seeds}: give each round its own"
-        )
-        check_repetitions([runs[round_] for round_ in rounds], OWN_SETTINGS)
+        mismatch = f"{name} has the rounds {sorted(runs)}, not {sorted(rounds)}: run ab.py again"
+        require(runs.keys() == rounds, mismatch)
+        check_repetitions([*runs.values()], OWN_SETTINGS)
     unknown = check_comparable([run for runs in arms.values() for run in runs.values()])
     require(
         not any("data_hash" in what for what in unknown),
         "no data_hash in common: train all arms on the same data for the same number of steps",
     )
-    return {"A": arms.pop("A"), **arms}
+    return arms
 
 
 def step_ms(run):
-    """Return a run's ms per step: the median over windows of sqrt(N) of its N steps.
+    """Return the ms per step of a run: the median over windows of sqrt(N) of its N steps.
 
-    Windows, because logged times are whole milliseconds. For few steps, the logged mean.
+    Windows reduce the rounding error, because logged times are whole milliseconds. A run of few
+    steps is too short for windows: its logged mean is returned.
     """
     times = [ms for _, _, ms in run.points["train"]]
     size = math.isqrt(len(times))
@@ -222,7 +209,7 @@ def paired(values):
 
 
 def holm(values):
-    """Return p-values corrected by Holm's rule, in the order given; NaN stays NaN, but counts."""
+    """Return p-values with Holm's correction, in the order given. NaN stays NaN, but counts."""
     values = np.array(values)
     order = np.argsort(values)  # NaN comes last
     factors = np.arange(len(values), 0, -1)
@@ -233,8 +220,7 @@ def holm(values):
 
 METRICS = {  # name: (value of a run, format)
     "ms a step": (step_ms, "{:.1f}"),
-    "peak memory, MiB": (lambda run: run.number("peak_memory"), "{:.0f}"),
-    "compile, s": (lambda run: run.number("compile"), "{:.1f}"),
+    "peak memory, MiB": (lambda run: run.peak_memory, "{:.0f}"),
 }
 
 
@@ -244,34 +230,35 @@ def metric_cell(metric, runs, base):
     pairs = [(value(run), value(base[round_])) for round_, run in runs.items()]
     if any(None in pair for pair in pairs):
         return "n/a"
-    middle = form.format(statistics.median(mine for mine, _ in pairs))
+    median = form.format(statistics.median(mine for mine, _ in pairs))
     if runs is base or any(min(pair) <= 0 for pair in pairs):
-        return middle
+        return median
     mean, low, high, _ = paired([math.log(mine / other) for mine, other in pairs])
-    return f"{middle}, {math.exp(mean):.3f} ({math.exp(low):.3f} to {math.exp(high):.3f})"
+    return f"{median}, {math.exp(mean):.3f} ({math.exp(low):.3f} to {math.exp(high):.3f})"
 
 
 def table(arms, timed):
     """Return the table of all arms, A first, then by decreasing loss, and their differences."""
-    base, first = arms["A"], next(iter(arms["A"].values()))
+    base = arms["A"]
+    first = min(base)
     losses = {name: np.array([runs[i].val_loss for i in base]) for name, runs in arms.items()}
-    found = {name: paired(losses[name] - losses["A"]) for name in arms if name != "A"}
-    corrected = dict(zip(found, holm([p for *_, p in found.values()])))
+    tests = {name: paired(losses[name] - losses["A"]) for name in arms if name != "A"}
+    corrected = dict(zip(tests, holm([p for *_, p in tests.values()])))
     rows, lines = [["A", f"{losses['A'].mean():.4f}", "", ""]], []
-    for name in sorted(found, key=lambda name: -found[name][0]):
-        mean, low, high, _ = found[name]
+    for name, (mean, low, high, _) in sorted(tests.items(), key=lambda item: -item[1][0]):
         p = "n/a" if math.isnan(corrected[name]) else f"{corrected[name]:.2g}"
         difference = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
         rows.append([name, f"{losses[name].mean():.4f}", difference, p])
-        differ = differences(next(iter(arms[name].values())), first, OWN_SETTINGS)
-        lines.append(f"{escaped(name)} differs from A in: {escaped(differ)}.")
+        found = differences(arms[name][first], base[first], OWN_SETTINGS)
+        lines.append(f"{escaped(name)} differs from A in: {escaped(found)}.")
     metrics = list(METRICS) if timed else []
     for row in rows:
         row += [metric_cell(metric, arms[row[0]], base) for metric in metrics]
     head = ["arm", "val loss", "minus A (95%)", "p, corrected"]
     head += [f"{metric}, ratio (95%)" for metric in metrics]
-    size = f"{len(base)} rounds of {first.steps} steps of {first.tokens_per_step:,} tokens"
-    lines = [f"{size} on {escaped(str(first.facts.get('device')))}.", *lines]
+    run = base[first]
+    size = f"{len(base)} rounds of {run.num_iterations} steps of {run.tokens_per_step:,} tokens"
+    lines = [f"{size} on {escaped(str(run.facts.get('device')))}.", *lines]
     return "\n".join([markdown(head, rows), "", *lines])
 
 
@@ -280,20 +267,14 @@ def parse(argv):
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("commands", nargs="*", metavar="COMMAND", help="A, and B if it has a command of its own")
-    add(
-        "--arm",
-        action="append",
-        default=[],
-        help="NAME: SETTINGS, or NAME: FILE.diff; may be repeated",
-    )
+    forms = "NAME: SETTINGS, or NAME: FILE.diff; may be repeated"
+    add("--arm", action="append", default=[], help=forms)
     add("--rounds", type=int, default=6, help="default: 6")
     add("--python_b", help="interpreter of B, which is otherwise that of A")
-    add("--cold", action="store_true", help="start every run with empty compiler caches")
-    add("--out", type=Path, help="folder of the logs")
-    add("--logs", type=Path, help="only print the table of the logs in this folder")
+    folder = parser.add_mutually_exclusive_group(required=True)
+    folder.add_argument("--out", type=Path, help="folder for the logs of the runs")
+    folder.add_argument("--logs", type=Path, help="only print the table of the logs in this folder")
     options = parser.parse_args(argv)
-    if bool(options.out) == bool(options.logs):
-        parser.error("give either --out, to run, or --logs, to read")
     if options.out:
         arms = len(options.commands) + len(options.arm) + bool(options.python_b)
         if len(options.commands) not in (1, 2) or arms < 2:
@@ -315,12 +296,10 @@ def main(argv):
             for name, settings, diff in map(parse_arm, options.arm):
                 text = f"{first} {settings}".strip()
                 arms.append(make_arm(name, text, sys.executable, diff, copies))
-            run_all(arms, options.rounds, folder, options.cold)
-    elif not folder.exists():
-        folder = ROOT / folder
-    plan = folder / PLAN  # older logs have none, and were never continued
-    interleaved = not plan.exists() or not json.loads(plan.read_text())["interrupted"]
-    print(table(collect(folder), timed=interleaved))
+            run_all(arms, options.rounds, folder)
+    state = folder / STATE  # missing beside older logs, which were never continued
+    timed = not (state.exists() and json.loads(state.read_text())["interrupted"])
+    print(table(collect(folder), timed))
 
 
 if __name__ == "__main__":

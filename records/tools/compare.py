@@ -14,32 +14,30 @@ group that read more tokens than the second. Losses are in nats per token.
 """
 
 import numpy as np
-from report import SAME, check_starts, collect, escaped, markdown, one_value
-from runlog import INCIDENTAL, argument_parser, command, packages, require
+from report import LOSS_DEPENDS_ON, check_equal, collect, escaped, markdown
+from runlog import MAY_VARY, argument_parser, command, packages, require, with_new_names
 
 with packages():
     from scipy import stats
 
-ALPHA = 0.01  # level of p
-POWER = 0.9  # for which the required n is computed
-MAX_RUNS = 10_000  # per side; a larger n is not searched for
-COMPARABLE = {  # what runs must share, or their losses are not comparable
-    **SAME,
+ALPHA = 0.01  # a record needs a p below this
+COMPARABLE = {  # runs are only compared if these are equal
+    **LOSS_DEPENDS_ON,
     "number of validation tokens": lambda run: run.settings.get("val_tokens"),
     "sequence_length": lambda run: run.settings["sequence_length"],
     "hardware": lambda run: run.facts.get("device"),
     "target": lambda run: run.settings.get("target_val_loss"),
-    "plan": lambda run: "in one go" if len(run.planned) < 2 else f"prolonged, {run.planned}",
+    "schedule": lambda run: f"continued, {run.schedule}" if run.continued else "in one go",
 }
 
 
-# ---- What compares ------------------------------------------------------------------------------
-def differences(a, b, but=INCIDENTAL):
-    """Return a line on what sets two runs apart: settings (but these), source, torch."""
-    left, right = a.definition(but), b.definition(but)
+# ---- Checks -------------------------------------------------------------------------------------
+def differences(a, b, ignored=MAY_VARY):
+    """Return a line on what sets two runs apart: settings (except ignored ones), source, torch."""
+    left, right = with_new_names(a.settings), with_new_names(b.settings)
     changed = [
         f"{name} {left.get(name)!r} against {right.get(name)!r}"
-        for name in sorted(left.keys() | right.keys())
+        for name in sorted((left.keys() | right.keys()) - ignored)
         if left.get(name) != right.get(name)
     ]
     names = sorted(a.sources.keys() | b.sources.keys())
@@ -51,35 +49,21 @@ def differences(a, b, but=INCIDENTAL):
 
 def check_finished(run):
     """Raise ValueError for a run without a result: leaving it out would bias the mean."""
-    how = "diverged" if run.fault == "diverged" else "ended"
-    where = f"at step {run.reached} of {run.last}"
     require(
         run.finished,
-        f"{run.path} {how} {where}: every run counts, so resume it if it is unfinished",
+        f"{run.path} has no result, {run.fault} at step {run.last_step} of {run.num_iterations}: "
+        f"every run counts, so resume it if it is unfinished",
     )
 
 
-def check_repetitions(runs, but=INCIDENTAL):
-    """Raise ValueError unless these are finished runs of one experiment."""
+def check_repetitions(runs, ignored=MAY_VARY):
+    """Raise ValueError unless these are finished runs of one experiment with different seeds."""
     for run in runs:
         check_finished(run)
-        differ = differences(run, runs[0], but)
-        require(differ == "nothing", f"{run.path} differs from {runs[0].path} in: {differ}")
-
-
-def check_group(name, runs, n):
-    """Raise ValueError unless these are independent repetitions, n of them if n is given."""
-    require(len(runs) > 1, f"{name} has {len(runs)} run: a test needs at least 2")
-    require(
-        n in (None, len(runs)),
-        f"{name} has {len(runs)} runs, but n={n} was fixed before them: give exactly these {n}, or "
-        f"omit --n and claim no record",
-    )
-    check_repetitions(runs)
-    seeds = [run.seed for run in runs]
-    require(len(set(seeds)) == len(seeds), f"{name} has a seed more than once: {sorted(seeds)}")
-    losses = {run.val_loss for run in runs}
-    require(len(losses) > 1, f"all losses of {name} are {losses}: without spread there is no test")
+        found = differences(run, runs[0], ignored)
+        require(found == "nothing", f"{run.path} differs from {runs[0].path} in: {found}")
+    seeds = sorted(run.seed for run in runs)
+    require(len(set(seeds)) == len(seeds), f"runs of one group share a seed: {seeds}")
 
 
 def check_comparable(runs):
@@ -87,11 +71,8 @@ def check_comparable(runs):
 
     Returns the names of properties that some log does not contain.
     """
-    check_starts(runs)
-    unknown = [what for what, value in COMPARABLE.items() if not one_value(what, value, runs)]
-    if not same_training_data(runs):
-        unknown.append("training tokens (data_hash)")
-    return unknown
+    unknown = [what for what, value in COMPARABLE.items() if not check_equal(what, value, runs)]
+    return unknown if same_training_data(runs) else [*unknown, "training tokens (data_hash)"]
 
 
 def same_training_data(runs):
@@ -121,76 +102,18 @@ def same_training_data(runs):
     return known and (len(streams) == 1 or (len(totals) == 1 and None not in totals))
 
 
-# ---- Tests --------------------------------------------------------------------------------------
-def least_n(effect, deviations):
-    """Return the number of runs per side that shows a lower mean with 90% power, or None.
-
-    effect: the difference of means. deviations: the standard deviation of one group, against a
-    target, or of two groups of equal size.
-    """
-    n = np.arange(2, MAX_RUNS + 1)
-    variances = np.square(deviations)
-    # Welch-Satterthwaite with equal n: (n - 1) (v1 + v2)^2 / (v1^2 + v2^2)
-    freedom = (n - 1) * variances.sum() ** 2 / np.square(variances).sum()
-    shift = effect / np.sqrt(variances.sum() / n)
-    power = stats.nct.sf(stats.t.isf(ALPHA, freedom), freedom, shift)
-    enough = n[power >= POWER]
-    return int(enough[0]) if len(enough) else None
-
-
-def say_least_n(effect, deviations):
-    if effect <= 0:
-        return "Least n: n/a, there is no effect to show."
-    n = least_n(effect, deviations) or f"over {MAX_RUNS:,}"
-    sides = " a side" if len(deviations) > 1 else ""
-    power = f"at p < {ALPHA:g} with {POWER:.0%} power"
-    return f"Smallest n to detect the observed effect, {effect:.4f}, {power}: {n}{sides}."
-
-
-def against_target(name, x, target):
-    """Print the one-sided t-test of mean < target; return p."""
-    result = stats.ttest_1samp(x, target, alternative="less")
-    low, high = stats.ttest_1samp(x, target).confidence_interval(0.95)
-    print(
-        f"\nTarget {target:g}. One-sided t-test that the mean of {escaped(name)} is below it: "
-        f"t={result.statistic:.2f} p={result.pvalue:.2g}; the mean's 95% interval {low:.4f} to "
-        f"{high:.4f}.\n"
-    )
-    print(say_least_n(target - np.mean(x), [np.std(x, ddof=1)]))
-    return result.pvalue
-
-
-def against_group(a, x, b, y):
-    """Print Welch's test, one- and two-sided, and the difference's interval; return one-sided p."""
-    two = stats.ttest_ind(x, y, equal_var=False)
-    less = stats.ttest_ind(x, y, equal_var=False, alternative="less")
-    low, high = two.confidence_interval(0.95)
-    change = np.mean(x) - np.mean(y)
-    print(
-        f"\n{escaped(a)} minus {escaped(b)}: {change:+.4f}, 95% interval {low:+.4f} to "
-        f"{high:+.4f}. Welch's t={two.statistic:.2f} df={two.df:.1f} p={two.pvalue:.2g} "
-        f"(two-sided), p={less.pvalue:.2g} (one-sided: {escaped(a)} is lower).\n"
-    )
-    print(say_least_n(abs(change), [np.std(x, ddof=1), np.std(y, ddof=1)]))
-    return less.pvalue
-
-
-def verdict(p, unknown, n):
-    """Return the verdict and the exit status: 1 if --n was given and this is no record."""
-    if n is None:
-        return "No verdict: pass --n, the number of runs fixed in advance.", 0
-    if unknown:
-        return f"No record: the logs do not hold the {', '.join(unknown)}.", 1
-    if not p < ALPHA:  # also where p is not a number
-        return f"No record: p={p:.2g} is not below {ALPHA:g}.", 1
-    return f"Record: p={p:.2g} is below {ALPHA:g}, with the n={n} fixed before.", 0
-
-
-# ---- Command line -------------------------------------------------------------------------------
 def check(sides, target, n):
     """Raise ValueError if the sides cannot be tested; return what their logs leave unknown."""
     for name, runs in sides:
-        check_group(name, runs, n)
+        require(len(runs) > 1, f"{name} has {len(runs)} run: a test needs at least 2")
+        require(
+            n in (None, len(runs)),
+            f"{name} has {len(runs)} runs, but n={n} was fixed before them: give exactly these "
+            f"{n}, or omit --n and claim no record",
+        )
+        check_repetitions(runs)
+        losses = {run.val_loss for run in runs}
+        require(len(losses) > 1, f"all losses of {name} are {losses}: a test needs some spread")
     every = [run for _, runs in sides for run in runs]
     require(len({run.path.resolve() for run in every}) == len(every), "a log is on both sides")
     logged = every[0].settings.get("target_val_loss")
@@ -200,25 +123,61 @@ def check(sides, target, n):
     )
     unknown = check_comparable(every)
     if n and len(sides) > 1:
-        ours, theirs = (runs[0].tokens for _, runs in sides)
+        (a, [first, *_]), (b, [second, *_]) = sides
         require(
-            ours <= theirs,
-            f"{sides[0][0]} read {ours:,} tokens and {sides[1][0]} {theirs:,}: the better side may "
-            f"read fewer, not more",
+            first.tokens <= second.tokens,
+            f"{a} read {first.tokens:,} tokens and {b} {second.tokens:,}: the better side may read "
+            f"fewer, not more",
         )
     return unknown
 
 
+# ---- Tests --------------------------------------------------------------------------------------
+def against_target(name, x, target):
+    """Print the one-sided t-test of mean < target; return p."""
+    result = stats.ttest_1samp(x, target, alternative="less")
+    low, high = stats.ttest_1samp(x, target).confidence_interval(0.95)
+    print(
+        f"\nTarget {target:g}. One-sided t-test that the mean of {escaped(name)} is below it: "
+        f"t={result.statistic:.2f} p={result.pvalue:.2g}; the mean's 95% interval {low:.4f} to "
+        f"{high:.4f}."
+    )
+    return result.pvalue
+
+
+def against_group(a, x, b, y):
+    """Print Welch's test, one- and two-sided, and the difference's interval; return one-sided p."""
+    two = stats.ttest_ind(x, y, equal_var=False)
+    less = stats.ttest_ind(x, y, equal_var=False, alternative="less")
+    low, high = two.confidence_interval(0.95)
+    print(
+        f"\n{escaped(a)} minus {escaped(b)}: {np.mean(x) - np.mean(y):+.4f}, 95% interval "
+        f"{low:+.4f} to {high:+.4f}. Welch's t={two.statistic:.2f} df={two.df:.1f} "
+        f"p={two.pvalue:.2g} (two-sided), p={less.pvalue:.2g} (one-sided: {escaped(a)} is lower)."
+    )
+    return less.pvalue
+
+
+def verdict(p, unknown, n):
+    """Return the verdict and the exit status: 1 if --n was given and this is no record."""
+    if n is None:
+        return "No verdict: pass --n, the number of runs fixed in advance.", 0
+    if unknown:
+        return f"No record: the logs do not hold the {', '.join(unknown)}.", 1
+    if not p < ALPHA:  # also if p is NaN
+        return f"No record: p={p:.2g} is not below {ALPHA:g}.", 1
+    return f"Record: p={p:.2g} is below {ALPHA:g}, with n={n} fixed in advance.", 0
+
+
+# ---- Command line -------------------------------------------------------------------------------
 def parse(argv):
     parser = argument_parser(__doc__)
     parser.add_argument("logs", nargs="+", metavar="LOG")
-    parser.add_argument("--against", nargs="+", metavar="LOG", help="the other side")
-    parser.add_argument("--target", type=float, help="loss that the mean must be below")
+    other = parser.add_mutually_exclusive_group(required=True)
+    other.add_argument("--against", nargs="+", metavar="LOG", help="the other side")
+    other.add_argument("--target", type=float, help="loss that the mean must be below")
     parser.add_argument("--n", type=int, help="runs per side, fixed before the runs")
-    options = parser.parse_args(argv)
-    if (options.target is None) == (options.against is None):
-        parser.error("give either --target or --against")
-    return options
+    return parser.parse_args(argv)
 
 
 def main(argv):
@@ -236,8 +195,8 @@ def main(argv):
         rows.append([name, f"{len(x)}", f"{np.mean(x):.4f}", f"{np.std(x, ddof=1):.4f}", each])
     print(markdown(["group", "n", "mean", "std", "each"], rows))
     if options.against:
-        (_, runs), (_, others) = sides
-        print(f"\nThey differ in: {escaped(differences(runs[0], others[0]))}.")
+        (_, [run, *_]), (_, [other, *_]) = sides
+        print(f"\nThey differ in: {escaped(differences(run, other))}.")
         p = against_group(*groups[0], *groups[1])
     else:
         p = against_target(*groups[0], options.target)

@@ -1,4 +1,4 @@
-"""Run a record again from its own log, and say whether the loss is within its spread.
+"""Train a record again from its own log and test whether the loss is within its spread.
 
     bash run.sh records/<date>_<Name> [NAME] [--field=value ...]
 
@@ -13,6 +13,7 @@ seed, both losses are printed without a verdict.
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,21 +22,22 @@ from pathlib import Path
 
 import numpy as np
 from compare import COMPARABLE, check_comparable, check_finished, differences, same_training_data
-from runlog import INCIDENTAL, ROOT, argument_parser, command, logs_in, packages, read, require
+from report import check_equal
+from runlog import MAY_VARY, ROOT, argument_parser, command, logs_in, packages, read, require
 
 with packages():
     from scipy import stats
 
 LEVEL = 0.99
-ROUNDING = 5e-5  # of a logged loss
-OWN_SETTINGS = {"run_id", "log_dir", "resume"}  # a repetition has its own
+ROUNDING = 5e-5  # largest rounding error of a logged loss
+SET_BY_RERUN = {"run_id", "log_dir", "resume"}
 
 
 def choose(folder, name):
     """Return (the run to repeat, the runs of its experiment with one run per seed)."""
     require(folder.is_dir(), f"{folder} is no folder: give one of records/")
-    # An uninterrupted run does not reproduce one whose num_iterations was increased.
-    runs = [run for run in logs_in(folder) if len(run.planned) == 1]
+    # A single command cannot repeat a run that was continued.
+    runs = [run for run in logs_in(folder) if not run.continued]
     require(runs, f"{folder} holds no log of a training run: its README says how it was measured")
     named = {}
     for run in runs:
@@ -44,15 +46,14 @@ def choose(folder, name):
             named.setdefault(str(place / label), []).append(run)
     require(name in (None, *named), f"{folder} has no run {name!r}: give one of {[*named]}")
 
-    def experiment(run):
-        """Return {seed: Run} of the runs that repeat this one."""
+    def repetitions(run):
         alike = [other for other in runs if differences(run, other) == "nothing"]
         for value in COMPARABLE.values():
             alike = [other for other in alike if value(other) == value(run)]
-        return {other.seed: other for other in alike}
+        return list({other.seed: other for other in alike}.values())
 
-    run = max(named[name] if name else runs, key=lambda run: len(experiment(run)))
-    group = list(experiment(run).values())
+    run = max(named[name] if name else runs, key=lambda run: len(repetitions(run)))
+    group = repetitions(run)
     for other in group:
         check_finished(other)
     check_comparable(group)
@@ -62,17 +63,16 @@ def choose(folder, name):
 def unpack(run, folder):
     """Write the logged sources, laid out as in the repository; return the script's path."""
     for name, text in run.sources.items():
-        path = (folder / name).resolve()
-        require(folder in path.parents, f"{run.path} names a source outside its folder: {name}")
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder / next(iter(run.sources))
 
 
 def arguments_of(run):
-    """Return the run's settings as arguments, under the names that its source gives them."""
-    kept = {name: value for name, value in run.arguments.items() if value is not None}
-    return [f"--{name}={value}" for name, value in kept.items() if name not in OWN_SETTINGS]
+    """Return the settings of a run as arguments for its own script."""
+    kept = {name: value for name, value in run.settings.items() if value is not None}
+    return [f"--{name}={value}" for name, value in kept.items() if name not in SET_BY_RERUN]
 
 
 def repeat(run, fields, log_dir):
@@ -81,7 +81,7 @@ def repeat(run, fields, log_dir):
     processes = int(run.facts.get("processes", 1))
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     with tempfile.TemporaryDirectory() as folder:
-        script = unpack(run, Path(folder).resolve())
+        script = unpack(run, Path(folder))
         argv = [sys.executable, *(launch if processes > 1 else []), str(script)]
         argv += [*arguments_of(run), *fields, f"--run_id={name}", f"--log_dir={log_dir}"]
         done = subprocess.run(argv)
@@ -98,21 +98,14 @@ def prediction_interval(losses):
 
 
 def judge(again, run, group):
-    """Print how the repetition's loss compares; return the exit status."""
+    """Print how the loss of the repetition compares; return the exit status."""
     check_finished(again)
-    for what in "val_hash", "torch", "products", "device":
-        here, there = again.facts.get(what), run.facts.get(what)
-        if here != there:
-            print(f"{what} is {here} here, {there} in the record")
-            require(
-                what != "val_hash", "the validation tokens differ, so the losses are not comparable"
-            )
-    same = again.definition() == run.definition()
-    require(same, f"this is another experiment, not a repetition: {differences(again, run)}")
-    require(
-        same_training_data([run, again]),
-        "the logs share no data_hash, so the data are not comparable",
-    )
+    check_equal("validation tokens", lambda run: run.facts.get("val_hash"), [run, again])
+    for name in "torch", "products", "device":
+        if again.facts.get(name) != run.facts.get(name):
+            print(f"{name} is {again.facts.get(name)} here, {run.facts.get(name)} in the record")
+    known = same_training_data([run, again])
+    require(known, "the logs share no data_hash, so the data are not comparable")
     for name, one in (f"{run.path}", run), ("again", again):
         seconds = one.train_ms / 1000
         print(f"{name}: seed {one.seed}, loss {one.val_loss:.4f}, {seconds:.0f} s of training")
@@ -134,10 +127,12 @@ def main(argv):
     parser.add_argument("name", nargs="?")
     parser.add_argument("--log_dir", type=Path, default="logs")
     options, fields = parser.parse_known_args(argv)
+    allowed = sorted(MAY_VARY - SET_BY_RERUN)
     for field in fields:
-        allowed = field.startswith("--") and field[2:].partition("=")[0] in INCIDENTAL
-        legal = ", ".join(sorted(INCIDENTAL - OWN_SETTINGS))
-        require(allowed, f"{field} would make it another experiment: a rerun may change {legal}")
+        require(
+            re.fullmatch(rf"--({'|'.join(allowed)})=.*", field),
+            f"{field} would make it another experiment: a rerun may change {', '.join(allowed)}",
+        )
     run, group = choose(options.folder, options.name)
     print(f"executing the code in {run.path}: only do this with logs that you trust", flush=True)
     if run.settings["train_files"].startswith("data/torch_sources/"):

@@ -3,8 +3,8 @@
     bash run.sh track logs/RUN.txt --tensorboard DIR     # then: tensorboard --logdir DIR
     bash run.sh track logs/RUN.txt --wandb PROJECT       # WANDB_MODE=offline needs no account
 
-It ends when the log contains the result, or by Ctrl-C. Steps that a resumed run repeats are sent
-once. Started again, it sends the whole log again.
+It stops when the log contains the result, or at Ctrl-C. A step that a resumed run repeats is sent
+only once. If the tool is started again, it sends the whole log again.
 """
 
 import ast
@@ -13,11 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from runlog import POINT, argument_parser, command
+from runlog import POINT, argument_parser, command, require
 
 
 def follow(path, pause=1.0):
-    """Yield the lines of a log as they are written, up to the line of the result."""
+    """Yield the lines of a log as they are written, up to the line with the result."""
     line = b""
     with open(path, "rb") as file:
         while not line.startswith(b"result "):
@@ -25,9 +25,9 @@ def follow(path, pause=1.0):
             if line.endswith(b"\n"):
                 yield line.decode(errors="replace").rstrip()
                 line = line if line.startswith(b"result ") else b""
-            else:  # the run has written nothing new, or half of a line
+            else:  # the run has written nothing new, or half a line
                 time.sleep(pause)
-                if path.stat().st_size < file.tell():  # the log was started over
+                if path.stat().st_size < file.tell():  # the log was overwritten
                     file.seek(0)
                     line = b""
 
@@ -45,8 +45,8 @@ def points_of(lines):
             if step <= latest.get(kind, -1):  # a resumed run repeats steps
                 continue
             latest[kind] = step
-            loss, seconds = float(found["loss"]), int(found["ms"]) / 1000
-            values = {f"{kind}_loss": loss, "train_seconds": seconds}
+            values = {f"{kind}_loss": float(found["loss"])}
+            values["train_seconds"] = int(found["ms"]) / 1000
             if found["lr"]:
                 values["learning_rate"] = float(found["lr"])
             yield step, values
@@ -84,8 +84,7 @@ def main(argv):
     where.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     where.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases")
     options = parser.parse_args(argv)
-    if not options.log.is_file():
-        sys.exit(f"track.py: {options.log} is not a file: name a log, logs/RUN.txt")
+    require(options.log.is_file(), f"{options.log} is not a file: name a log, logs/RUN.txt")
     points = points_of(follow(options.log))
     try:
         if options.tensorboard:
