@@ -146,7 +146,7 @@ def test_fault_10_steps_that_a_resume_repeats_are_replaced(tmp_path):
     assert (run.hashes[run.tokens], len(run.hashes), run.val_loss) == ("3" * 12, 4, 2.5)
 
 
-def test_the_starts_of_a_run_share_one_source(tmp_path):
+def test_the_starts_of_a_run_share_source_and_seed(tmp_path):
     path = write_log(tmp_path / "a.txt", stopped_at=29)
     text = path.read_text()
     again = write_log(tmp_path / "b.txt", device="CPU two", target_val_loss=1.4).read_text()
@@ -159,9 +159,10 @@ def test_the_starts_of_a_run_share_one_source(tmp_path):
     messages += "logs/a/s.pt was saved by a run in torch.bfloat16; continuing in torch.float32\n"
     path.write_text(messages + text + messages + again)
     assert runlog.read(path).sources == run.sources
-    path.write_text(text + again.replace("a script", "another"))
-    with pytest.raises(ValueError, match="if resumed, the same source again"):
-        runlog.read(path)
+    for old, new in ("a script", "another"), ("seed=", "seed=1"):
+        path.write_text(text + again.replace(old, new))
+        with pytest.raises(ValueError, match="if resumed, the same source and seed again"):
+            runlog.read(path)
 
 
 def test_renamed_settings_are_no_difference(tmp_path):

@@ -145,7 +145,7 @@ def read_starts(path, text):
 
     Each start logs the script's source (in old logs also that of the files that it imports), then
     its settings, then facts and points. The settings of the last start count. Raises ValueError if
-    the starts differ in source, because the log would hold two different runs.
+    the starts differ in source or seed, because the log would hold two different runs.
     """
     source, *parts = HEADER.split(BEFORE_SOURCE.sub("", text))
     starts = []  # settings
@@ -154,6 +154,7 @@ def read_starts(path, text):
         starts.append({name: ast.literal_eval(value) for name, value in pairs})
     *resumed, last = parts[1::2]
     require(all(body.endswith(source) for body in resumed), "another source")
+    require(len({start.get("seed") for start in starts}) == 1, "another seed")
     bodies = [body.removesuffix(source) for body in resumed] + [last]
     facts = {}  # {name: its different values in order}
     for name, value in FACT.findall("\n".join(bodies)):
@@ -203,7 +204,7 @@ def read(path):
     except (ValueError, KeyError, IndexError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ValueError(
             f"{path} is no log of a training run: it must hold the script's source and its "
-            f"hyperparameters, and if resumed, the same source again"
+            f"hyperparameters, and if resumed, the same source and seed again"
         ) from None
     return run
 
