@@ -1,6 +1,5 @@
 """The check before a run: what it finds well, what it lists to fix, and its prediction."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -72,7 +71,7 @@ FAULTS = {
     "settings": ({"batchsize": 3}, "settings: unrecognized arguments: --batchsize=3"),
     "no GPU": ({"device": "cuda"}, "device: device=cuda, but PyTorch sees no GPU"),
     "too little data": ({"num_iterations": 99}, "data: .* has enough tokens for 15 steps"),
-    "a changed shard": ({}, "shards: .*train_1.bin has another sha256 than expected"),
+    "a changed shard": ({}, "shards: .*train_1.bin has an unexpected sha256"),
     "memory": ({}, "memory: .* GiB are free: take a smaller model"),
     "disk": ({"keep_checkpoints": 10**9}, "disk: .*: free some, or pass another --log_dir"),
     "no compiler": ({}, r"time: .* \(no g\+\+\): install g\+\+"),
@@ -109,24 +108,24 @@ def test_a_failed_check_is_a_list_and_a_failure(processes, tiny):
 def test_a_fault_of_some_ranks_names_them(monkeypatch, capsys):
     others = [["data: b", "all: a"], ["all: a"], ["all: a", "data: b"]]
     monkeypatch.setattr(train_gpt2, "all_gather_objects", lambda faults: others)
-    assert check.Checks(1).faults_of_all_ranks() == ["data: b (ranks [0, 2])", "all: a"]
+    assert check.Checks([]).faults_of_all_ranks() == ["data: b (ranks [0, 2])", "all: a"]
 
 
 def test_the_time_of_a_plan_is_predicted_from_three_steps(tiny, monkeypatch):
     clock = iter(range(10**6))  # each look at the clock takes a second
     monkeypatch.setattr(check.time, "perf_counter", lambda: next(clock))
-    args = Hyperparameters(**{**tiny, "num_iterations": 600, "val_loss_every": 100})
-    loaders = train_gpt2.open_data(dataclasses.replace(args, num_iterations=6), 0, 1, CPU)
-    text, _ = check.check_time(args, loaders, 0, 1, CPU)
+    checks = check.Checks(options({**tiny, "num_iterations": 600, "val_loss_every": 100}))
+    checks.settings(), checks.device()
+    checks.loaders = train_gpt2.open_data(Hyperparameters(**tiny), 0, 1, CPU)
+    text = checks.time()
     # training: 600 s; 304 tokens are 9.5 micro-batches of 32, each 1 s, validated 7 times
     assert re.fullmatch(
         r"about 0:11:1\d in all: training 0:10:00 \(600 steps of 1000.0 ms\), 7 validations "
         r"0:01:06, compiling 0:00:0\d",
         text,
     )
-    monkeypatch.setattr(check, "timed", lambda *arguments: (10, None))
-    text, _ = check.check_time(args, loaders, 0, 1, CPU)
-    assert text.startswith("about 20:00:00 of training: 120 s per step")
+    monkeypatch.setattr(check, "timed", lambda *arguments: 10)
+    assert checks.time().startswith("about 20:00:00 of training: 120 s per step")
 
 
 def test_without_proc_all_memory_counts_as_free(tmp_path):
@@ -137,8 +136,9 @@ def test_without_proc_all_memory_counts_as_free(tmp_path):
 
 def test_the_size_of_a_checkpoint_is_that_of_the_file(tiny):
     fields = {**tiny, "vocab_size": 4096, "n_embd": 128, "max_ngram": 3, "ngram_rows": 5000}
-    args = Hyperparameters(**fields, save_every=6)
-    train_gpt2.main(args)
+    train_gpt2.main(Hyperparameters(**fields, save_every=6))
     [path] = Path(tiny["log_dir"]).glob("*/state_step*.pt")
-    _, (weights, states) = check.check_optimizers(args, 0, 1, torch.float32)
-    assert 4 * (weights + states) == pytest.approx(path.stat().st_size, rel=0.02)
+    checks = check.Checks(options(fields))
+    checks.settings(), checks.device(), checks.optimizers()
+    size = 4 * (checks.weights + checks.states)
+    assert size == pytest.approx(path.stat().st_size, rel=0.02)

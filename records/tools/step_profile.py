@@ -72,16 +72,15 @@ class Phases:
         return wrapper
 
     @contextlib.contextmanager
-    def in_steps(self, run):
-        """Time the parts of a run's steps in this context."""
-        calls = [
+    def in_steps(self, optimizers, *calls):
+        """Time the parts of training steps, and further calls: (object, method, part)."""
+        calls += (
             (train_gpt2.GPT, "__call__", "forward"),
             (torch.Tensor, "backward", "backward"),
             (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
             (dist, "all_reduce", "communication"),
-            (run.train_loader, "read_batch", "loader"),
-        ]
-        calls += [(optimizer, "step", type(optimizer).__name__) for optimizer in run.optimizers]
+            *((optimizer, "step", type(optimizer).__name__) for optimizer in optimizers),
+        )
         with contextlib.ExitStack() as patches:
             for owner, name, part in calls:
                 function = self.timed(part, getattr(owner, name))
