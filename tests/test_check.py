@@ -1,12 +1,14 @@
-"""The check before a run: what it finds well, what it lists to fix, and its prediction."""
+"""The check before a run: its results, its list of what to fix, and its prediction."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import check
 import pytest
@@ -33,7 +35,7 @@ def note_sha256(folder, digest):
     (folder / "manifest.json").write_text(json.dumps(sums))
 
 
-def test_the_check_finds_all_well_and_lists_every_parameter(tiny, tmp_path, capsys):
+def test_a_check_without_faults_lists_every_parameter(tiny, tmp_path, capsys):
     note_sha256(tmp_path, hashlib.sha256((tmp_path / "train_1.bin").read_bytes()).hexdigest())
     assert check.main(options({**tiny, "max_ngram": 3, "ngram_rows": 100})) == []
     text = capsys.readouterr().out
@@ -48,23 +50,15 @@ def test_the_check_finds_all_well_and_lists_every_parameter(tiny, tmp_path, caps
 
 
 def test_run_sh_checks_two_processes_and_their_network(tiny):
-    done = subprocess.run(
-        ["bash", str(ROOT / "run.sh"), "check", *options(tiny)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NPROC": "2", "PYTHON": sys.executable},
-    )
+    command = ["bash", str(ROOT / "run.sh"), "check", *options(tiny)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "NPROC": "2", "PYTHON": sys.executable}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = done.stdout.index("settings: ")  # the record's data may have been packed first
     all_is_well(done.stdout[checks:], tiny)
     assert done.stdout.endswith("\nall is well\n")
     assert done.stdout.count("processes 2; ") == 1  # rank 0 alone prints
     assert re.search(r"network: gloo, all_reduce of 16 MiB in [\d.]+ ms", done.stdout)
-
-
-def not_compiled(*arguments, **named):
-    raise RuntimeError("no g++\nand more lines")
 
 
 FAULTS = {
@@ -86,7 +80,8 @@ def test_the_check_lists_what_to_fix(fault, tiny, tmp_path, monkeypatch, capsys)
     if fault == "a changed shard":
         note_sha256(tmp_path, "0" * 64)
     if fault == "no compiler":
-        monkeypatch.setattr(train_gpt2, "warm_up", not_compiled)
+        failure = mock.Mock(side_effect=RuntimeError("no g++\nand more lines"))
+        monkeypatch.setattr(train_gpt2, "warm_up", failure)
     if fault == "memory":
         monkeypatch.setattr(check, "free_memory", lambda device: 1e4)
     [found] = check.main(options({**tiny, **changes}))
@@ -96,12 +91,12 @@ def test_the_check_lists_what_to_fix(fault, tiny, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_failed_check_is_a_list_and_a_failure(processes, tiny):
+def test_a_fault_is_listed_and_gives_exit_status_1(processes, tiny):
     done = run_forked({**tiny, "num_iterations": 99}, processes, script=CHECK)
     assert done.returncode == 1
     assert done.stdout.count("\nto fix:\n  data: ") == 1
-    assert "(ranks " not in done.stdout  # all found it
-    assert "optimizers: " in done.stdout  # what can be checked still is
+    assert "(ranks " not in done.stdout  # because all ranks found it
+    assert "optimizers: " in done.stdout  # checks that do not need the data still run
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -112,8 +107,8 @@ def test_a_fault_of_some_ranks_names_them(monkeypatch, capsys):
 
 
 def test_the_time_of_a_plan_is_predicted_from_three_steps(tiny, monkeypatch):
-    clock = iter(range(10**6))  # each look at the clock takes a second
-    monkeypatch.setattr(check.time, "perf_counter", lambda: next(clock))
+    seconds = itertools.count()  # each look at the clock takes a second
+    monkeypatch.setattr(check.time, "perf_counter", lambda: next(seconds))
     checks = check.Checks(options({**tiny, "num_iterations": 600, "val_loss_every": 100}))
     checks.settings(), checks.device()
     checks.loaders = train_gpt2.open_data(Hyperparameters(**tiny), 0, 1, CPU)
@@ -129,7 +124,7 @@ def test_the_time_of_a_plan_is_predicted_from_three_steps(tiny, monkeypatch):
 
 
 def test_without_proc_all_memory_counts_as_free(tmp_path):
-    """As on macOS."""
+    """Such a system is macOS."""
     free = check.free_memory(CPU, tmp_path / "meminfo")
     assert free > check.free_memory(CPU) > 0
 
