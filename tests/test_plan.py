@@ -111,12 +111,15 @@ def test_a_plan_is_compared_with_a_trace(tmp_path, capsys):
     events = [dict(zip(("cat", "name", "ts", "dur"), event)) for event in events]
     trace = tmp_path / "trace.json.gz"
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    compare_plan.main([plan, trace])
+    compare_plan.main([str(plan), str(trace)])
     rows = capsys.readouterr().out.splitlines()
     assert "| products | 4.00 | 4.00 | 1.00 |" in rows
     assert "| Triton kernels | 1.00 | 1.50 | 1.50 |" in rows
     assert "| optimizers | 0.00 | 0.20 | n/a |" in rows
     assert "| step | 5.00 | 10.00 | 2.00 |" in rows
+    plan.write_text("no table")
+    with pytest.raises(ValueError, match=r"plan.txt holds no plan"):
+        compare_plan.main([str(plan), str(trace)])
 
 
 # ---- Figures of the READMEs ---------------------------------------------------------------------

@@ -28,15 +28,9 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # kernels are recorded in thi
 # The pretended device must be loaded before torch looks for a real one.
 torch_folder = Path(importlib.util.find_spec("torch").origin).parent
 library = f"{FOLDER.name}/pretend.so"
-command = ["g++", "-shared", "-fPIC", Path(__file__).with_name("pretend.cpp"), "-o", library]
-command += [
-    "-std=c++20",
-    f"-I{torch_folder}/include",
-    f"-L{torch_folder}/lib",
-    "-lc10",
-    "-ltorch_cpu",
-]
-subprocess.run([*command, f"-Wl,-rpath,{torch_folder}/lib"], check=True)
+command = ["g++", "-std=c++20", "-shared", "-fPIC", "-o", library, f"-I{torch_folder}/include"]
+command += [Path(__file__).with_name("pretend.cpp"), f"-L{torch_folder}/lib", "-lc10"]
+subprocess.run([*command, "-ltorch_cpu", f"-Wl,-rpath,{torch_folder}/lib"], check=True)
 pretended_device = ctypes.CDLL(library)
 import torch  # noqa: E402
 
@@ -46,7 +40,7 @@ pretended_device.set_guard()
 # ---- The pretended GPU --------------------------------------------------------------------------
 @dataclasses.dataclass
 class GPU:
-    """Properties of a GPU, with the names that torch.cuda uses, and rates from its data sheet."""
+    """Properties of a GPU, named as in torch.cuda, and rates from its data sheet."""
 
     major: int
     minor: int
@@ -54,8 +48,8 @@ class GPU:
     max_threads_per_multi_processor: int
     shared_memory_per_block_optin: int
     flops: float  # dense bf16 FLOP/s that accumulate in float32
-    bandwidth: float  # bytes/s of its memory
-    bus: float  # bytes/s of NCCL's bus bandwidth in a node of 8
+    bandwidth: float  # bytes/s to and from its memory
+    bus: float  # bytes/s: NCCL's bus bandwidth in a node of 8 GPUs
     name: str = "pretended"
     regs_per_multiprocessor: int = 65536
 
@@ -66,7 +60,7 @@ GPUS = {
     "A100": GPU(8, 0, 108, 2048, 166912, 312e12, 2.04e12, 230e9),
     "4090": GPU(8, 9, 128, 1536, 101376, 165e12, 1.01e12, 20e9),
 }
-chosen = SimpleNamespace(gpu=GPUS["H100"])  # set it before the first compilation
+chosen = SimpleNamespace(gpu=GPUS["H100"])  # set chosen.gpu before the first compilation
 
 answers = dict(
     is_available=True, device_count=1, current_device=0, is_initialized=True, _is_compiled=True,
@@ -94,7 +88,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
-# Inductor's passes that need the values of tensors are disabled.
+# Disable Inductor's passes that need the values of tensors.
 joint_graph.lazy_init = lambda device: None  # patterns of plain attention and of padded products
 config.joint_graph_constant_folding = False
 config.use_static_triton_launcher = False
@@ -106,8 +100,7 @@ def load_binary(name, binary, shared, device):
     """Return (module, function, registers, spilled words, maximum threads) of a kernel."""
     path = Path(FOLDER.name, "kernel.cubin")
     path.write_bytes(binary)
-    tool = Path(triton.__file__).with_name("backends") / "nvidia/bin/cuobjdump"
-    command = [tool, "--dump-resource-usage", path]
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spilled = sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage)))
     return 0, 0, int(re.search(r"REG:(\d+)", usage)[1]), spilled // 4, 1024
@@ -159,13 +152,14 @@ generated = {}  # Triton kernels by name
 
 
 def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
-    """Record a Triton kernel after the compilation of its configurations; more may follow."""
+    """Record a Triton kernel. Called again if Inductor adds configurations to it."""
     make_launchers(self)
     source, meta, signature = self.fn.src, self.inductor_meta, self.triton_meta["signature"]
     loops = dict(re.findall(r"\b([xyzr]\d?_?)numel = (\d+)", source))
     sizes = {axis: int(size) for axis, size in loops.items()}
     moved = 1e9 * (meta.get("kernel_num_gb") or 0)
-    if sizes.get("r0_", 0) >= 8192:  # too long for the cache; Inductor counts each input once
+    # A loop this long reads from memory each time, but Inductor counts each input only once.
+    if sizes.get("r0_", 0) >= 8192:
         loads = re.findall(r"tl\.load\((\w+) \+ \((.*?)\), ", source)
         reads = Counter(name for name, index in loads if "x" in index and "r0" in index)
         again = sum((count - 1) * ITEM_SIZES[signature[name]] for name, count in reads.items())
@@ -184,7 +178,7 @@ CachingAutotuner._make_launchers = record_kernel
 
 
 def compile_graph(graph_module, inputs, names, **named):
-    """Compile an FX graph, whose inputs have names; return the Graph."""
+    """Compile an FX graph; return the Graph. names: of the inputs."""
     compiled, [lowering] = run_and_get_graph_lowering(
         compile_fx.compile_fx_inner, graph_module, inputs, **named
     )
@@ -212,7 +206,7 @@ def attention_of_gpu(query, key, value, is_causal):
 
 def dense_embedding_bag(rows, weight, embedding_bag=F.embedding_bag, **named):
     """Look up rows with a dense gradient, because fake tensors cannot be sparse."""
-    if weight.grad is not None:  # real training appends further sparse gradients, it adds nothing
+    if weight.grad is not None:  # sparse gradients are only appended, which costs nothing
         weight = weight.detach().requires_grad_()
     return embedding_bag(rows, weight, mode="sum")
 

@@ -2,10 +2,10 @@
 
     python records/tools/plan.py --device=H100 --world_size=8 [--field=value of Hyperparameters ...]
 
-Forward and backward are the kernels that Inductor generates for the GPU (gpu_compiler.py). The rest
-of the step is counted by running train_step on fake tensors: its operations and its all-reduces.
-Times follow from data sheets and from the constants below; none was measured. The plan of record
-7's own step was 11.9% below its public log (records/2026-11-23_Plan; commit 61fbced repeats that).
+Forward and backward consist of the kernels that Inductor generates for the GPU (gpu_compiler.py).
+The other operations and the all-reduces are counted by running train_step on fake tensors. Times
+follow from data sheets and the constants below; nothing is measured. For the public record 7, the
+predicted step was 11.9% shorter than in its log; `--record7` of commit 61fbced reproduces this.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ COLLECTIVE = 40e-6  # s to start an all-reduce; 45 to 90 us were seen with small
 
 
 def part_of(kind, graph, sizes, vocab_size):
-    """Return the part of the step that a kernel belongs to. The head's have size vocab_size."""
+    """Return a kernel's part of the step. A dimension of vocab_size belongs to the head."""
     if kind == "scatter":
         return "embedding's gradient"
     if kind == "attention":
@@ -63,7 +63,7 @@ class Clock(TorchDispatchMode):
         super().__init__()
         self.gpu, self.vocab_size, self.world_size = gpu, vocab_size, world_size
         self.seconds = self.network_free = 0.0
-        self.graph = None  # the graph that runs
+        self.graph = None  # the compiled graph that is running, if any
         self.phases = Phases(clock=lambda: self.seconds)
         self.usage = defaultdict(Counter)  # of each part: launches, bytes, flops
         self.sent = []  # bytes of each all-reduce
@@ -73,10 +73,10 @@ class Clock(TorchDispatchMode):
         return True  # torch.compile ignores this mode
 
     def spend(self, part, kind, moved, flops, launches=1):
-        """Charge launches to a part. moved: bytes per launch; flops: also per launch."""
+        """Charge launches to a part. moved, flops: bytes and FLOPs per launch."""
         bandwidth = self.gpu.bandwidth * (SCATTER if kind == "scatter" else STREAM)
         seconds = max(flops / self.gpu.flops / FLOPS_SHARES.get(kind, 1), moved / bandwidth)
-        # Outside graphs, Python launches the next operation while the GPU still runs this one.
+        # In eager code, Python launches the next operation while the GPU still runs this one.
         seconds = seconds + COMPILED_LAUNCH if self.graph else max(seconds, EAGER_LAUNCH)
         with self.phases(part):
             self.seconds += launches * seconds
@@ -104,7 +104,7 @@ class Clock(TorchDispatchMode):
         if view or func.namespace != "aten" or func.__name__.startswith(free):
             return out
         values = tree_leaves((args, kwargs, out))
-        if not returns:  # it writes some of its arguments
+        if not returns:  # the operation writes some of its arguments
             values += tree_leaves([a for s, a in zip(func._schema.arguments, args) if s.alias_info])
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         flops = flops_of(*args, **kwargs, out_val=out) if flops_of else 0
@@ -150,12 +150,12 @@ def planned(args, gpu, world_size):
         shape = args.batch_size // world_size, args.sequence_length
         inputs = torch.zeros(shape, dtype=torch.int64, device="cuda")
         optimizers = train_gpt2.build_optimizers(model, args, 0, world_size)
-        for _ in range(2):  # the first step makes the optimizers' states
+        for _ in range(2):  # the first step creates the optimizers' states
             clock = Clock(gpu, args.vocab_size, world_size)
             clock.time_step(model, optimizers, inputs, inputs.clone(), 1.0, args)
     weights = sum(p.nbytes for p in model.parameters())
     states = tree_leaves([optimizer.state_dict()["state"] for optimizer in optimizers])
-    peak = max(graph.peak_bytes for graph in graphs[1:])  # backward's includes new gradients
+    peak = max(graph.peak_bytes for graph in graphs[1:])  # includes new gradients
     if len(inputs) > args.device_batch_size:
         peak += weights  # gradients of earlier micro-batches
     exchange = 2 * weights if world_size > 1 else weights  # gradients and their buffer
@@ -195,7 +195,7 @@ clock and power limits, memory fragmentation, and waiting for the slowest rank."
 
 
 def main(argv):
-    """Print the plan that argv asks for."""
+    """Print the plan that the command line asks for."""
     parser = argument_parser(__doc__)
     parser.add_argument("--device", choices=gpu_compiler.GPUS, default="H100")
     parser.add_argument("--world_size", type=int, default=1, help="number of GPUs")
