@@ -29,14 +29,15 @@ def all_is_well(stdout, fields):
     assert not list(Path(fields["log_dir"]).iterdir())  # nothing was trained
 
 
-def note_sha256(folder, digest):
-    """Write the manifest of a folder's shards, with the digest of one of them."""
+def write_manifest(folder):
+    """Write a manifest with the sha256 of one shard."""
+    digest = hashlib.sha256((folder / "train_1.bin").read_bytes()).hexdigest()
     sums = {"train": {"sha256": {"train_1.bin": digest}}, "val": {"sha256": {}}}
     (folder / "manifest.json").write_text(json.dumps(sums))
 
 
 def test_a_check_without_faults_lists_every_parameter(tiny, tmp_path, capsys):
-    note_sha256(tmp_path, hashlib.sha256((tmp_path / "train_1.bin").read_bytes()).hexdigest())
+    write_manifest(tmp_path)
     assert check.main(options({**tiny, "max_ngram": 3, "ngram_rows": 100})) == []
     text = capsys.readouterr().out
     all_is_well(text, tiny)
@@ -61,29 +62,26 @@ def test_run_sh_checks_two_processes_and_their_network(tiny):
     assert re.search(r"network: gloo, all_reduce of 16 MiB in [\d.]+ ms", done.stdout)
 
 
-FAULTS = {
-    "settings": ({"batchsize": 3}, "settings: unrecognized arguments: --batchsize=3"),
-    "no GPU": ({"device": "cuda"}, "device: device=cuda, but PyTorch sees no GPU"),
-    "too little data": ({"num_iterations": 99}, "data: .* has enough tokens for 15 steps"),
-    "a changed shard": ({}, "shards: .*train_1.bin has an unexpected sha256"),
-    "memory": ({}, "memory: .* GiB are free: take a smaller model"),
-    "disk": ({"keep_checkpoints": 10**9}, "disk: .*: free some, or pass another --log_dir"),
-    "no compiler": ({}, r"time: .* \(no g\+\+\): install g\+\+"),
-}
+breaks = mock.Mock(side_effect=RuntimeError("no g++\nand more lines"))
+FAULTS = [  # settings, a replaced function, the sentence
+    ({"batchsize": 3}, {}, "settings: unrecognized arguments: --batchsize=3"),
+    ({"device": "cuda"}, {"torch.cuda.device_count": int}, "device: .* PyTorch sees no GPU"),
+    ({}, {"check.free_memory": breaks}, r"device: RuntimeError: no g\+\+$"),
+    ({"num_iterations": 99}, {}, "data: .* has enough tokens for 15 steps"),
+    ({}, {"check.file_sha256": str}, "shards: .*train_1.bin has an unexpected sha256"),
+    ({}, {"check.free_memory": lambda device: 1e4}, "memory: .* are free: take a smaller model"),
+    ({"keep_checkpoints": 10**9}, {}, "disk: .*: free some, or pass another --log_dir"),
+    ({}, {"train_gpt2.warm_up": breaks}, r"time: .* \(no g\+\+\): install g\+\+"),
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_check_lists_what_to_fix(fault, tiny, tmp_path, monkeypatch, capsys):
-    if fault == "no GPU" and torch.cuda.is_available():
-        pytest.skip("there is one")
-    changes, sentence = FAULTS[fault]
-    if fault == "a changed shard":
-        note_sha256(tmp_path, "0" * 64)
-    if fault == "no compiler":
-        failure = mock.Mock(side_effect=RuntimeError("no g++\nand more lines"))
-        monkeypatch.setattr(train_gpt2, "warm_up", failure)
-    if fault == "memory":
-        monkeypatch.setattr(check, "free_memory", lambda device: 1e4)
+@pytest.mark.parametrize("changes, replaced, sentence", FAULTS)
+def test_the_check_lists_what_to_fix(
+    changes, replaced, sentence, tiny, tmp_path, monkeypatch, capsys
+):
+    write_manifest(tmp_path)
+    for name, function in replaced.items():
+        monkeypatch.setattr(name, function)
     [found] = check.main(options({**tiny, **changes}))
     assert re.match(sentence, found)
     name, _, rest = found.partition(": ")
@@ -106,14 +104,14 @@ def test_a_fault_of_some_ranks_names_them(monkeypatch, capsys):
     assert check.Checks([]).faults_of_all_ranks() == ["data: b (ranks [0, 2])", "all: a"]
 
 
-def test_the_time_of_a_plan_is_predicted_from_three_steps(tiny, monkeypatch):
+def test_the_time_of_a_run_is_predicted_from_three_steps(tiny, monkeypatch):
     seconds = itertools.count()  # each look at the clock takes a second
     monkeypatch.setattr(check.time, "perf_counter", lambda: next(seconds))
     checks = check.Checks(options({**tiny, "num_iterations": 600, "val_loss_every": 100}))
-    checks.settings(), checks.device()
+    assert checks.run("settings") and checks.run("device")
     checks.loaders = train_gpt2.open_data(Hyperparameters(**tiny), 0, 1, CPU)
     text = checks.time()
-    # training: 600 s; 304 tokens are 9.5 micro-batches of 32, each 1 s, validated 7 times
+    # Each step takes 1 s. 304 tokens are 9.5 micro-batches of 1 s, and are validated 7 times.
     assert re.fullmatch(
         r"about 0:11:1\d in all: training 0:10:00 \(600 steps of 1000.0 ms\), 7 validations "
         r"0:01:06, compiling 0:00:0\d",
@@ -124,7 +122,7 @@ def test_the_time_of_a_plan_is_predicted_from_three_steps(tiny, monkeypatch):
 
 
 def test_without_proc_all_memory_counts_as_free(tmp_path):
-    """Such a system is macOS."""
+    """macOS is such a system."""
     free = check.free_memory(CPU, tmp_path / "meminfo")
     assert free > check.free_memory(CPU) > 0
 
@@ -134,6 +132,6 @@ def test_the_size_of_a_checkpoint_is_that_of_the_file(tiny):
     train_gpt2.main(Hyperparameters(**fields, save_every=6))
     [path] = Path(tiny["log_dir"]).glob("*/state_step*.pt")
     checks = check.Checks(options(fields))
-    checks.settings(), checks.device(), checks.optimizers()
+    assert all(map(checks.run, ("settings", "device", "optimizers")))
     size = 4 * (checks.weights + checks.states)
     assert size == pytest.approx(path.stat().st_size, rel=0.02)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from runlog import ROOT, command
 from torch._inductor import config as inductor_config
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 sys.path.insert(0, str(ROOT))
 import train_gpt2
@@ -104,24 +104,22 @@ class Run:
             train_gpt2.warm_up(self.gpt, args, val_loader)
 
     def steps(self, count, phases):
-        """Take steps as train_gpt2.train does, with each part timed."""
+        """Take `count` steps as train_gpt2.train does, with each part timed."""
         with phases.in_steps(self.optimizers, (self.loader, "read_batch", "loader")):
             for _ in range(count):
                 with record_function("step"), phases("other"):
-                    step = self.gpt, self.optimizers, *self.loader.next_batch(), 1.0, self.args
-                    train_gpt2.train_step(*step)[0].item()
+                    batch = self.loader.next_batch()
+                    arguments = self.gpt, self.optimizers, *batch, 1.0, self.args
+                    train_gpt2.train_step(*arguments)[0].item()
 
     def measure(self):
         """Return ({part: seconds per step}, profiler)."""
-        cuda = self.device.type == "cuda"
         self.steps(WARM_UP, Phases())
-        phases = Phases(torch.cuda.synchronize) if cuda else Phases()
+        phases = Phases(torch.cuda.synchronize) if self.device.type == "cuda" else Phases()
         self.steps(TIMED, phases)
-        seconds = {part: total / TIMED for part, total in phases.seconds.items()}
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-        with profile(activities=activities) as profiler:
+        with profile() as profiler:
             self.steps(TRACED, Phases())  # does not wait for the GPU, so the trace shows overlap
-        return seconds, profiler
+        return {part: total / TIMED for part, total in phases.seconds.items()}, profiler
 
 
 def main(args, stop=None):
