@@ -110,7 +110,7 @@ def test_the_time_of_a_run_is_predicted_from_three_steps(tiny, monkeypatch):
     checks = check.Checks(options({**tiny, "num_iterations": 600, "val_loss_every": 100}))
     assert checks.run("settings") and checks.run("device")
     checks.loaders = train_gpt2.open_data(Hyperparameters(**tiny), 0, 1, CPU)
-    text = checks.time()
+    text = checks.check_time()
     # Each step takes 1 s. 304 tokens are 9.5 micro-batches of 1 s, and are validated 7 times.
     assert re.fullmatch(
         r"about 0:11:1\d in all: training 0:10:00 \(600 steps of 1000.0 ms\), 7 validations "
@@ -118,7 +118,7 @@ def test_the_time_of_a_run_is_predicted_from_three_steps(tiny, monkeypatch):
         text,
     )
     monkeypatch.setattr(check, "timed", lambda *arguments: 10)
-    assert checks.time().startswith("about 20:00:00 of training: 120 s per step")
+    assert checks.check_time().startswith("about 20:00:00 of training: 120 s per step")
 
 
 def test_without_proc_all_memory_counts_as_free(tmp_path):

@@ -5,6 +5,7 @@ model and times three steps to predict how long the run takes. Ends with `all is
 status 0, or with a list of what to fix and exit status 1. Nothing is saved.
 """
 
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -47,20 +48,20 @@ def free_memory(device, meminfo="/proc/meminfo"):
 
 
 class Checks:
-    """The checks of a run. Each method is a check: it returns its result as text or raises."""
+    """The checks of a run. Each check_ method returns its result as text, or raises an exception.
+
+    They keep what later checks need as attributes.
+    """
 
     def __init__(self, argv):
         self.argv = argv
         self.faults = []
 
     def run(self, name):
-        """Run a check by its name and print its result on rank 0; return whether it succeeded.
-
-        An exception is a fault, and its message is the result.
-        """
+        """Run a check, print its result or its fault on rank 0, return whether it succeeded."""
         fault = ""
         try:
-            text = getattr(self, name)()
+            text = getattr(self, f"check_{name}")()
         except Exception as error:
             kind = "" if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: "
             fault = f"{kind}{error}".splitlines()[0]
@@ -72,40 +73,41 @@ class Checks:
     def faults_of_all_ranks(self):
         """Collective: return each fault once, followed by its ranks unless all ranks have it."""
         faults_by_rank = train_gpt2.all_gather_objects(self.faults)
-        ranks = defaultdict(list)
-        for rank, faults in enumerate(faults_by_rank):
-            for fault in faults:
-                ranks[fault].append(rank)
-        everywhere = [*range(len(faults_by_rank))]
-        return [f if r == everywhere else f"{f} (ranks {r})" for f, r in ranks.items()]
+        lines = {}
+        for fault in itertools.chain(*faults_by_rank):
+            ranks = [rank for rank, faults in enumerate(faults_by_rank) if fault in faults]
+            on_all_ranks = len(ranks) == len(faults_by_rank)
+            lines[fault] = fault if on_all_ranks else f"{fault} (ranks {ranks})"
+        return list(lines.values())
 
-    def settings(self):
+    def check_settings(self):
+        """Parse the settings."""
         self.args = train_gpt2.parse_args(self.argv)
         return "all valid"
 
-    def device(self):
+    def check_device(self):
         """Join the other processes."""
         self.place = train_gpt2.join_processes(self.args)
-        self.rank, self.world_size, device = self.place
-        self.dtype = train_gpt2.product_dtype(self.args, device)
+        self.rank, self.world_size, self.device = self.place
+        self.dtype = train_gpt2.product_dtype(self.args, self.device)
         return (
-            f"{train_gpt2.device_name(device)}, {free_memory(device) / 2**30:.1f} GiB of memory "
-            f"free; processes {self.world_size}; products {self.dtype}; "
+            f"{train_gpt2.device_name(self.device)}, {free_memory(self.device) / 2**30:.1f} GiB "
+            f"of memory free; processes {self.world_size}; products {self.dtype}; "
             f"python {platform.python_version()}, torch {torch.__version__}"
         )
 
-    def network(self):
+    def check_network(self):
         """Time an all-reduce of 16 MiB, and check its sum."""
         if self.world_size == 1:
             return "one process, none needed"
-        buffer = torch.ones(2**22, device=self.place[2])
+        buffer = torch.ones(2**22, device=self.device)
         dist.all_reduce(buffer)  # the first one connects the processes
         if not (buffer == self.world_size).all():
             raise UserError("an all_reduce of ones does not give the number of processes")
         seconds = timed(lambda: dist.all_reduce(buffer) or buffer[-1].item())
         return f"{dist.get_backend()}, all_reduce of 16 MiB in {1000 * seconds:.1f} ms"
 
-    def data(self):
+    def check_data(self):
         """Open the shards."""
         self.loaders = train_loader, val_loader = train_gpt2.open_data(self.args, *self.place)
         return (
@@ -115,7 +117,7 @@ class Checks:
             f"{train_gpt2.val_tokens_of(self.args, val_loader):,} of {val_loader.total_tokens:,}"
         )
 
-    def shards(self):
+    def check_shards(self):
         """Compare the shards between ranks, and this rank's share of them with known checksums."""
         contents = {"the shards": [loader.contents for loader in self.loaders]}
         train_gpt2.check_ranks_agree(contents, "give all machines the same data")
@@ -131,7 +133,7 @@ class Checks:
                 raise UserError(f"{path} has an unexpected sha256: fetch or pack it again")
         return f"{len(known)} of {len(paths)} have a known sha256, and it is right"
 
-    def optimizers(self):
+    def check_optimizers(self):
         """List count, shape, optimizer and rate of all parameters, without allocating them."""
         with torch.device("meta"):
             gpt = train_gpt2.GPT(self.args, self.dtype)
@@ -151,12 +153,11 @@ class Checks:
         lines = [f"  {count:3d} x {row}" for row, count in rows.items()]
         return "\n".join([f"{self.weights:,} parameters", *lines])
 
-    def memory(self):
+    def check_memory(self):
         """Compare weights, gradients and optimizer states with the free memory."""
-        device = self.place[2]
         need = 4 * (2 * self.weights + self.states)
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1
-        free = free_memory(device) / processes
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self.device.type == "cpu" else 1
+        free = free_memory(self.device) / processes
         text = (
             f"weights, gradients and optimizer states take up to {need / 2**30:.1f} GiB, "
             f"activations come on top; {free / 2**30:.1f} GiB are free"
@@ -165,7 +166,7 @@ class Checks:
             raise UserError(f"{text}: take a smaller model")
         return text
 
-    def disk(self):
+    def check_disk(self):
         """Check that log_dir is writable and has space for the checkpoints and one in progress."""
         log_dir = self.args.log_dir
         Path(log_dir).mkdir(parents=True, exist_ok=True)
@@ -177,13 +178,12 @@ class Checks:
             raise UserError(f"{text}: free some, or pass another --log_dir or --keep_checkpoints")
         return text
 
-    def time(self):
+    def check_time(self):
         """Predict the time of the run from three steps, or of a slow run from a single sequence."""
         args, (train_loader, val_loader) = self.args, self.loaders
-        rank, world_size, device = self.place
-        train_gpt2.configure_backend(args, device)
-        gpt = train_gpt2.GPT(args, self.dtype).to(device)
-        optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
+        train_gpt2.configure_backend(args, self.device)
+        gpt = train_gpt2.GPT(args, self.dtype).to(self.device)
+        optimizers = train_gpt2.build_optimizers(gpt, args, self.rank, self.world_size)
         inputs, targets = train_loader.next_batch()
         # This does not wait for a GPU, which is never so slow.
         step = len(inputs) * timed(lambda: gpt(inputs[:1], targets[:1]).backward())
