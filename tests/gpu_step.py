@@ -37,8 +37,8 @@ def summary(preset):
     args = train_gpt2.parse_args([f"--preset={preset}", *sizes])
     clock, _, graphs = plan.planned(args, GPUS["H100"], world_size=1)
     calls = re.compile(r"^ .*(?:extern_kernels|torch\.ops\.aten)\.(\w+)[.\w]*\(", re.M)
-    step = {"flops": sum(used["flops"] for used in clock.usage.values()), "graphs": []}
-    step["flops"] -= clock.usage["Newton-Schulz"]["flops"]
+    flops = sum(used["flops"] for part, used in clock.usage.items() if part != "Newton-Schulz")
+    step = {"flops": flops, "graphs": []}
     for graph in graphs:
         row = dict(kind=graph.kind, external=sorted(set(calls.findall(graph.code))))
         row["launches"] = sum(kernel.launches for kernel in graph.kernels)
