@@ -1,10 +1,10 @@
 """Compile training steps for an H100 without one; print JSON for tests/test_plan.py.
 
     python tests/gpu_step.py compile      # what was compiled, by preset
-    python tests/gpu_step.py interpret    # losses and gradients against eager, by pieces
+    python tests/gpu_step.py interpret    # losses and gradients against eager, by settings
 
-interpret runs the generated kernels in Triton's interpreter on the CPU, in float32: it truncates
-where a GPU rounds to bfloat16.
+interpret runs the generated kernels in Triton's interpreter on the CPU. It does so in float32,
+because the interpreter truncates where a GPU rounds to bfloat16.
 """
 
 import contextlib
@@ -17,57 +17,41 @@ from types import SimpleNamespace
 
 if "interpret" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "records" / "tools")]
-import gpu_compiler  # noqa: E402  before torch
-import plan  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "records" / "tools"))
+import plan  # before torch
+import torch
+import torch.nn.functional as F
+from gpu_compiler import FOLDER, GPUS, on_gpu
 
-import train_gpt2  # noqa: E402
+import train_gpt2
 
-FULL_WIDTH = dict(n_layer=2, device_batch_size=8)
 SMALL = dict(
-    n_layer=1, n_embd=32, n_head=1, vocab_size=64, sequence_length=16,
-    device_batch_size=2, batch_size=12, val_tokens=16,
+    n_layer=1, n_embd=32, n_head=1, vocab_size=64, sequence_length=16, device_batch_size=2,
 )  # fmt: skip
-PIECES = dict(max_ngram=3, ngram_rows=500, key_shift=1, logit_softcap=15.0)
+ALL_PIECES = dict(max_ngram=3, ngram_rows=500, key_shift=1, logit_softcap=15.0)
 
 
-def compile_step(args, dtype):
-    """Return the Graphs of a training step."""
-    torch._dynamo.reset()
-    with plan.compiled(args, lambda: train_gpt2.GPT(args, dtype)) as (_, graphs):
-        return graphs
-
-
-def summary(graph):
-    """Return what the tests check."""
-    triton = [kernel for kernel in graph.kernels if kernel.spills]
-    return dict(
-        kind=graph.kind,
-        external=sorted(graph.external),
-        launches=sum(kernel.launches for kernel in triton),
-        gigabytes=sum(kernel.launches * kernel.bytes for kernel in triton) / 1e9,
-        flops=sum(kernel.flops for kernel in graph.kernels),
-        spilling=[kernel.name for kernel in triton if min(kernel.spills)],
-        int64=[kernel.name for kernel in triton if kernel.int64],
-    )
-
-
-def compile_for_others(graphs):
-    """Compile the two kernels that move most bytes for sm_80, sm_89 and sm_100, too."""
-    kernels = [kernel for graph in graphs for kernel in graph.kernels if kernel.source]
-    kernels.sort(key=lambda kernel: kernel.bytes)
-    for capability in (80, 89, 100):
-        for kernel in kernels[-2:]:
-            target = gpu_compiler.GPUTarget("cuda", capability, 32)
-            gpu_compiler.triton.compile(kernel.source, target=target)
+def summary(preset):
+    """Compile and plan a step of two layers at full width; return what the tests check."""
+    sizes = "--n_layer=2", "--batch_size=8", "--device_batch_size=8"
+    args = train_gpt2.parse_args([f"--preset={preset}", *sizes])
+    clock, _, graphs = plan.planned(args, GPUS["H100"], world_size=1)
+    calls = re.compile(r"^ .*(?:extern_kernels|torch\.ops\.aten)\.(\w+)[.\w]*\(", re.M)
+    flops = sum(used["flops"] for part, used in clock.usage.items() if part != "Newton-Schulz")
+    step = {"flops": flops, "graphs": []}
+    for graph in graphs:
+        row = dict(kind=graph.kind, external=sorted(set(calls.findall(graph.code))))
+        row["launches"] = sum(kernel.launches for kernel in graph.kernels)
+        row["bytes"] = sum(kernel.launches * kernel.bytes for kernel in graph.kernels)
+        row["spilling"] = [kernel.name for kernel in graph.kernels if min(kernel.spills)]
+        row["64-bit indices"] = re.findall(r"numel': 'i64'", graph.code)
+        step["graphs"].append(row)
+    return step
 
 
 # ---- The interpreter ----------------------------------------------------------------------------
 def mend_interpreter():
-    """Work around two faults of Triton 3.7.1's interpreter."""
+    """Work around two bugs in the interpreter of Triton 3.7.1."""
     import numpy as np
     import triton.language as tl
     from torch._inductor.runtime import triton_helpers
@@ -80,7 +64,7 @@ def mend_interpreter():
     atomic = InterpreterBuilder.create_atomic_rmw
 
     def create_atomic_rmw(self, operation, pointer, value, mask, *rest):
-        """It misreads a mask of one row that was broadcast."""
+        # The interpreter misreads a one-row mask that was broadcast, so pass a copy.
         mask = TensorHandle(np.array(mask.data, order="C", copy=True), mask.dtype)
         return atomic(self, operation, pointer, value, mask, *rest)
 
@@ -109,7 +93,7 @@ def runnable(graph):
     code = code.replace("torch.cuda._DeviceGuard(0)", "nullcontext()")
     call = r"torch\.ops\.aten\._scaled_dot_product_cudnn_(attention\w*)\.default\("
     code = re.sub(call, r"\1(", code)
-    path = Path(gpu_compiler.FOLDER.name, f"{graph.kind}_{id(graph)}.py")
+    path = Path(FOLDER.name, f"{graph.kind}_{id(graph)}.py")
     path.write_text(code)  # Triton reads the source of kernels
     scope = dict(__name__=path.stem, __file__=str(path), nullcontext=contextlib.nullcontext)
     scope |= dict(attention=attention, attention_backward=attention_backward)
@@ -119,24 +103,24 @@ def runnable(graph):
 
 def compare_with_eager(args):
     """Return {name: relative difference} of the losses and of all gradients."""
-    validation, forward, backward = compile_step(args, torch.float32)
+    with on_gpu(args, torch.float32) as (_, graphs):
+        validation, forward, backward = graphs
     model = train_gpt2.GPT(args)
-    given = {}  # by the names that torch.compile gives
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "c_proj" in name:
-            torch.nn.init.normal_(tensor, std=0.02)  # it begins as zeros, which would hide faults
-        *modules, leaf = name.split(".")
-        kind = "parameters" if isinstance(tensor, torch.nn.Parameter) else "buffers"
-        key = "l_self_" + "".join(f"modules_{module}_" for module in modules)
-        given[f"{key}{kind}_{leaf}_"] = tensor
+    for block in model.h:
+        for layer in block.attn, block.mlp:  # c_proj starts as zeros, which would hide faults
+            torch.nn.init.normal_(layer.c_proj.weight, std=0.02)
     shape = args.device_batch_size, args.sequence_length
     inputs, targets = (torch.randint(args.vocab_size, shape) for _ in range(2))
     targets[0, :3] = -1
-    given |= dict(l_inputs_=inputs, l_targets_=targets)
+    given = {"l_inputs_": inputs, "l_targets_": targets}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        given[f"l_self_{name.replace('.', '_')}_"] = tensor
     ngrams = torch.randn(*shape, args.n_embd, requires_grad=True)  # stands for sums of the table
     if model.ngrams is not None:
         model.ngrams.forward = lambda inputs: ngrams
-    tensors = [given.get(name, ngrams) for name in forward.inputs]
+    # torch.compile names an input l_self_modules_h_modules_0_..._parameters_weight_, for example.
+    names = [re.sub("(modules|parameters|buffers)_", "", name) for name in forward.inputs]
+    tensors = [given.get(name, ngrams) for name in names]
     values = [tensor.detach() for tensor in tensors]
     [validation_loss] = runnable(validation)(list(values))
     loss, *saved = runnable(forward)(list(values))
@@ -144,26 +128,22 @@ def compare_with_eager(args):
     exact = model(inputs, targets)
     exact.backward()
     pairs = {"validation": (validation_loss, exact), "loss": (loss, exact)}
-    for name, tensor, gradient in zip(forward.inputs, tensors, gradients):
+    for name, tensor, gradient in zip(names, tensors, gradients):
         if tensor.requires_grad:
             pairs[name] = gradient, tensor.grad
     return {name: ((a - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
 
 
 def main(mode):
-    result = {}
-    if mode == "interpret":
+    """Print the result of a mode."""
+    if mode == "compile":
+        result = {preset: summary(preset) for preset in ("record7", "candidate")}
+    else:
         mend_interpreter()
         torch.default_generator.manual_seed(0)
-        for name, pieces in {"record7": {}, "all pieces": PIECES}.items():
+        result = {}
+        for name, pieces in {"record7": {}, "all pieces": ALL_PIECES}.items():
             result[name] = compare_with_eager(train_gpt2.Hyperparameters(**SMALL, **pieces))
-    else:
-        for preset in "record7", "candidate":
-            options = [f"--{name}={value}" for name, value in FULL_WIDTH.items()]
-            args = train_gpt2.parse_args([f"--preset={preset}", *options])
-            graphs = compile_step(args, torch.bfloat16)
-            result[preset] = [summary(graph) for graph in graphs]
-        compile_for_others(graphs)
     print(json.dumps(result))
 
 

@@ -1,7 +1,7 @@
-"""The same training step written plainly: a test double and the benchmark's opponent.
+"""A plain implementation of the training step: the reference of tests and benchmarks.
 
-Eager, full float32 logits, one matrix after the other in Newton-Schulz with three products an
-iteration. Parameter names and values are those of train_gpt2.GPT: load its state_dict.
+It is eager, computes all logits at once in float32, and orthogonalizes one matrix at a time. The
+parameters have the names and shapes of train_gpt2.GPT, so its state_dict can be loaded.
 """
 
 import torch
@@ -30,12 +30,8 @@ class PlainBlock(nn.Module):
         C, self.n_head = args.n_embd, args.n_head
         names = ("c_q", "c_k", "c_v", "c_proj")
         self.attn = nn.ModuleDict({name: nn.Linear(C, C, bias=False) for name in names})
-        self.mlp = nn.ModuleDict(
-            {
-                "c_fc": nn.Linear(C, 4 * C, bias=False),
-                "c_proj": nn.Linear(4 * C, C, bias=False),
-            }
-        )
+        wide, tall = nn.Linear(C, 4 * C, bias=False), nn.Linear(4 * C, C, bias=False)
+        self.mlp = nn.ModuleDict({"c_fc": wide, "c_proj": tall})
 
     def forward(self, x):
         B, T, C = x.shape
@@ -50,7 +46,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    dtype = torch.float32  # bfloat16: under autocast
+    dtype = torch.float32  # bfloat16 runs under autocast
 
     def __init__(self, args):
         super().__init__()
@@ -61,14 +57,11 @@ class PlainGPT(nn.Module):
 
     def forward(self, inputs, targets):
         with torch.autocast(inputs.device.type, torch.bfloat16, self.dtype == torch.bfloat16):
-            return self.loss(inputs, targets)
-
-    def loss(self, inputs, targets):
-        x = self.wte(inputs)
-        for block in self.h:
-            x = block(x)
-        logits = self.lm_head(norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+            x = self.wte(inputs)
+            for block in self.h:
+                x = block(x)
+            logits = self.lm_head(norm(x)).float()
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 def plain_newton_schulz(G, steps=5, dtype=torch.bfloat16):
@@ -83,8 +76,6 @@ def plain_newton_schulz(G, steps=5, dtype=torch.bfloat16):
 
 
 class PlainMuon(torch.optim.Optimizer):
-    newton_schulz = staticmethod(plain_newton_schulz)
-
     def __init__(self, params, lr, momentum=0.95, dtype=torch.bfloat16):
         super().__init__(params, {"lr": lr, "momentum": momentum})
         self.dtype = dtype
@@ -96,24 +87,20 @@ class PlainMuon(torch.optim.Optimizer):
                 momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 momentum.mul_(group["momentum"]).add_(p.grad)
                 update = p.grad + group["momentum"] * momentum
-                update = self.newton_schulz(update, dtype=self.dtype)
+                update = plain_newton_schulz(update, dtype=self.dtype)
                 p.sub_(group["lr"] * max(p.shape) ** 0.5 * update)
 
 
 def plain_optimizers(model, args, dtype=torch.bfloat16):
-    """AdamW for the embedding, Muon for the blocks, at the rates of args."""
-    adamw = torch.optim.AdamW(
-        model.lm_head.parameters(),
-        lr=args.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=0,
-    )
+    """Return AdamW for the embedding and Muon for the blocks, with the learning rates of args."""
+    weight = model.lm_head.weight
+    adamw = torch.optim.AdamW([weight], args.learning_rate, betas=(0.9, 0.95), weight_decay=0)
     muon = PlainMuon(model.h.parameters(), args.muon_learning_rate, args.muon_momentum, dtype)
     return [adamw, muon]
 
 
 def plain_step(model, optimizers, inputs, targets, dtype=torch.bfloat16, device_batch_size=None):
-    """One step, device_batch_size sequences at a time, all by default; return the mean loss."""
+    """Take one step and return the mean loss. device_batch_size: micro-batch, default all."""
     size, total = device_batch_size or len(inputs), torch.zeros((), device=inputs.device)
     model.dtype = dtype
     for x, y in zip(inputs.split(size), targets.split(size)):

@@ -31,46 +31,11 @@ import train_gpt2  # noqa: E402
 from train_gpt2 import UserError  # noqa: E402
 
 
-class Checks:
-    """`check(name, function, ...)` prints what the function finds and collects the faults."""
-
-    def __init__(self, rank):
-        self.rank = rank
-        self.faults = []
-
-    def __call__(self, name, function, *arguments):
-        """Call function, which returns (text, result); print the text and return the result.
-
-        If the function raises an exception, note it as a fault and return None.
-        """
-        try:
-            text, result = function(*arguments)
-        except Exception as error:
-            sentence = str(error)
-            if not isinstance(error, (UserError, OSError)):
-                sentence = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.faults.append(f"{name}: {sentence}")
-            text, result = f"FAILED, {sentence}", None
-        if self.rank == 0:
-            print(f"{name}: {text}", flush=True)
-        return result
-
-    def faults_of_all_ranks(self):
-        """Collective: return each fault once, with its ranks unless all ranks have it."""
-        faults_by_rank = train_gpt2.all_gather_objects(self.faults)
-        lines = []
-        for fault in dict.fromkeys(itertools.chain(*faults_by_rank)):
-            ranks = [rank for rank, faults in enumerate(faults_by_rank) if fault in faults]
-            on_all_ranks = len(ranks) == len(faults_by_rank)
-            lines.append(fault if on_all_ranks else f"{fault} (ranks {ranks})")
-        return lines
-
-
 def timed(function, *arguments):
-    """Return (seconds, result) of a call, which must wait for the device."""
+    """Return the seconds that a call takes. The function must wait for the device."""
     start = time.perf_counter()
-    result = function(*arguments)
-    return time.perf_counter() - start, result
+    function(*arguments)
+    return time.perf_counter() - start
 
 
 def free_memory(device, meminfo="/proc/meminfo"):
@@ -82,177 +47,191 @@ def free_memory(device, meminfo="/proc/meminfo"):
     return 1024 * int(re.search(r"MemAvailable: +(\d+)", Path(meminfo).read_text())[1])
 
 
-def check_device(args):
-    """Join the other processes; the result is (rank, world_size, device)."""
-    rank, world_size, device = train_gpt2.join_processes(args)
-    text = (
-        f"{train_gpt2.device_name(device)}, {free_memory(device) / 2**30:.1f} GiB of memory free; "
-        f"processes {world_size}; products {train_gpt2.product_dtype(args, device)}; "
-        f"python {platform.python_version()}, torch {torch.__version__}"
-    )
-    return text, (rank, world_size, device)
+class Checks:
+    """The checks of a run. Each check_ method returns its result as text, or raises an exception.
 
-
-def check_network(device, world_size):
-    """Time an all-reduce of 16 MiB, and check its sum."""
-    if world_size == 1:
-        return "one process, none needed", None
-    buffer = torch.ones(2**22, device=device)
-    dist.all_reduce(buffer)  # the first one connects the processes
-    if not (buffer == world_size).all():
-        raise UserError("an all_reduce of ones does not give the number of processes")
-    seconds, _ = timed(lambda: dist.all_reduce(buffer) or buffer[-1].item())
-    return f"{dist.get_backend()}, all_reduce of 16 MiB in {1000 * seconds:.1f} ms", None
-
-
-def check_data(args, rank, world_size, device):
-    """Open the shards; the result is (train_loader, val_loader)."""
-    train_loader, val_loader = train_gpt2.open_data(args, rank, world_size, device)
-    tokens = train_loader.total_tokens
-    text = (
-        f"{len(train_loader.paths)} + {len(val_loader.paths)} shards; the run reads {tokens:,} "
-        f"tokens {train_gpt2.epochs(args, train_loader):.3f} times and validates on "
-        f"{train_gpt2.val_tokens_of(args, val_loader):,} of {val_loader.total_tokens:,}"
-    )
-    return text, (train_loader, val_loader)
-
-
-def check_shards(loaders, rank, world_size):
-    """Compare the shards between ranks, and this rank's share of them with their known sha256."""
-    facts = {"the shards": [loader.contents for loader in loaders]}
-    train_gpt2.check_ranks_agree(facts, "give all machines the same data")
-    paths = [Path(path) for loader in loaders for path in loader.paths]
-    expected = dict(json.loads((ROOT / "data" / "fineweb.json").read_text())["sha256"])
-    for folder in {path.parent for path in paths}:
-        if (folder / "manifest.json").exists():
-            manifest = json.loads((folder / "manifest.json").read_text())
-            expected |= manifest["train"]["sha256"] | manifest["val"]["sha256"]
-    known = [path for path in paths if path.name in expected]
-    for path in known[rank::world_size]:
-        if file_sha256(path) != expected[path.name]:
-            raise UserError(f"{path} has another sha256 than expected: fetch or pack it again")
-    return f"{len(known)} of {len(paths)} have a known sha256, and it is right", None
-
-
-def check_optimizers(args, rank, world_size, dtype):
-    """List count, name, shape, optimizer and rate of all parameters; allocate none of them.
-
-    The result is the number of float32 values of (weights, optimizer states).
+    They keep what later checks need as attributes.
     """
-    with torch.device("meta"):
-        gpt = train_gpt2.GPT(args, dtype)
-        optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
-    settings, states = {}, 0
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        values = sum(p.numel() for p in train_gpt2.params_of(optimizer))
-        states += values * {"Muon": 1, "Adagrad": 1}.get(name, 2)  # AdamW keeps two moments
-        for group in optimizer.param_groups:
-            settings.update(dict.fromkeys(group["params"], f"{name:7s} lr:{group['lr']:g}"))
-    rows = Counter()
-    for name, p in gpt.named_parameters():
-        name = re.sub("[.][0-9]+", ".*", name)
-        rows[f"{name:24s} {tuple(p.shape)!s:16s} {settings[p]}"] += 1
-    weights = sum(p.numel() for p in settings)
-    lines = [f"{weights:,} parameters"] + [f"  {count:3d} x {row}" for row, count in rows.items()]
-    return "\n".join(lines), (weights, states)
 
+    def __init__(self, argv):
+        self.argv = argv
+        self.faults = []
 
-def check_memory(weights, states, device):
-    """Compare weights, gradients and optimizer states with the free memory."""
-    need = 4 * (2 * weights + states)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if device.type == "cpu" else 1
-    free = free_memory(device) / processes
-    text = (
-        f"weights, gradients and optimizer states take up to {need / 2**30:.1f} GiB, activations "
-        f"come on top; {free / 2**30:.1f} GiB are free"
-    )
-    if need > free:
-        raise UserError(f"{text}: take a smaller model")
-    return text, None
+    def run(self, name):
+        """Run a check, print its result or its fault on rank 0, return whether it succeeded."""
+        fault = ""
+        try:
+            text = getattr(self, f"check_{name}")()
+        except Exception as error:
+            kind = "" if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: "
+            fault = f"{kind}{error}".splitlines()[0]
+            self.faults.append(f"{name}: {fault}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{name}: {f'FAILED, {fault}' if fault else text}", flush=True)
+        return not fault
 
+    def faults_of_all_ranks(self):
+        """Collective: return each fault once, followed by its ranks unless all ranks have it."""
+        faults_by_rank = train_gpt2.all_gather_objects(self.faults)
+        lines = {}
+        for fault in itertools.chain(*faults_by_rank):
+            ranks = [rank for rank, faults in enumerate(faults_by_rank) if fault in faults]
+            on_all_ranks = len(ranks) == len(faults_by_rank)
+            lines[fault] = fault if on_all_ranks else f"{fault} (ranks {ranks})"
+        return list(lines.values())
 
-def check_disk(args, weights, states):
-    """Check that log_dir is writable and has space for the checkpoints and one being written."""
-    Path(args.log_dir).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=args.log_dir):
-        free = shutil.disk_usage(args.log_dir).free
-    size = 4 * (weights + states)
-    text = f"{free / 2**30:.1f} GiB free in {args.log_dir}, a checkpoint takes {size / 2**30:.2f}"
-    if (args.keep_checkpoints + 1) * size > free:
-        raise UserError(f"{text}: free some, or pass another --log_dir or --keep_checkpoints")
-    return text, None
+    def check_settings(self):
+        """Parse the settings."""
+        self.args = train_gpt2.parse_args(self.argv)
+        return "all valid"
 
-
-def check_time(args, loaders, rank, world_size, device):
-    """Predict the time of the run from three steps, or of a slow run from a single sequence."""
-    train_loader, val_loader = loaders
-    train_gpt2.configure_backend(args, device)
-    gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, device)).to(device)
-    optimizers = train_gpt2.build_optimizers(gpt, args, rank, world_size)
-    inputs, targets = train_loader.next_batch()
-
-    def one_sequence():
-        loss = gpt(inputs[:1], targets[:1])
-        loss.backward()
-        loss.item()  # waits for the device
-
-    seconds, _ = timed(one_sequence)
-    gpt.zero_grad()
-    step = seconds * len(inputs)
-    if step > 60:
-        total = timedelta(seconds=round(step * args.num_iterations))
+    def check_device(self):
+        """Join the other processes."""
+        self.place = train_gpt2.join_processes(self.args)
+        self.rank, self.world_size, self.device = self.place
+        self.dtype = train_gpt2.product_dtype(self.args, self.device)
         return (
-            f"about {total} of training: {step:.0f} s per step, judging by one sequence",
-            None,
+            f"{train_gpt2.device_name(self.device)}, {free_memory(self.device) / 2**30:.1f} GiB "
+            f"of memory free; processes {self.world_size}; products {self.dtype}; "
+            f"python {platform.python_version()}, torch {torch.__version__}"
         )
-    try:
-        compiling, _ = timed(train_gpt2.warm_up, gpt, args, val_loader)
-    except Exception as error:
-        cause = str(error).splitlines()[0]
-        fix = "install g++ and Python.h, or pass --compile=False"
-        raise UserError(f"the model cannot be compiled ({cause}): {fix}") from None
 
-    def train_step():
-        batch = train_loader.next_batch()
-        train_gpt2.train_step(gpt, optimizers, *batch, 1.0, args)[0].item()
+    def check_network(self):
+        """Time an all-reduce of 16 MiB, and check its sum."""
+        if self.world_size == 1:
+            return "one process, none needed"
+        buffer = torch.ones(2**22, device=self.device)
+        dist.all_reduce(buffer)  # the first one connects the processes
+        if not (buffer == self.world_size).all():
+            raise UserError("an all_reduce of ones does not give the number of processes")
+        seconds = timed(lambda: dist.all_reduce(buffer) or buffer[-1].item())
+        return f"{dist.get_backend()}, all_reduce of 16 MiB in {1000 * seconds:.1f} ms"
 
-    step = statistics.median(timed(train_step)[0] for _ in range(3))
-    batch, _ = timed(train_gpt2.evaluate, gpt, val_loader, val_loader.tokens_per_step)
-    batches = train_gpt2.val_tokens_of(args, val_loader) / val_loader.tokens_per_step
-    validations = 1  # at the end
-    if args.val_loss_every:
-        validations += math.ceil(args.num_iterations / args.val_loss_every)
-    parts = step * args.num_iterations, batch * batches * validations, compiling
-    training, validation, compiling, total = (
-        timedelta(seconds=round(part)) for part in (*parts, sum(parts))
-    )
-    return (
-        f"about {total} in all: training {training} ({args.num_iterations} steps of "
-        f"{1000 * step:.1f} ms), {validations} validations {validation}, compiling {compiling}"
-    ), None
+    def check_data(self):
+        """Open the shards."""
+        self.loaders = train_loader, val_loader = train_gpt2.open_data(self.args, *self.place)
+        return (
+            f"{len(train_loader.paths)} + {len(val_loader.paths)} shards; the run reads "
+            f"{train_loader.total_tokens:,} tokens "
+            f"{train_gpt2.epochs(self.args, train_loader):.3f} times and validates on "
+            f"{train_gpt2.val_tokens_of(self.args, val_loader):,} of {val_loader.total_tokens:,}"
+        )
+
+    def check_shards(self):
+        """Compare the shards between ranks, and this rank's share of them with known checksums."""
+        contents = {"the shards": [loader.contents for loader in self.loaders]}
+        train_gpt2.check_ranks_agree(contents, "give all machines the same data")
+        paths = [Path(path) for loader in self.loaders for path in loader.paths]
+        expected = json.loads((ROOT / "data" / "fineweb.json").read_text())["sha256"]
+        for manifest in {path.parent / "manifest.json" for path in paths}:
+            if manifest.exists():
+                packed = json.loads(manifest.read_text())
+                expected |= packed["train"]["sha256"] | packed["val"]["sha256"]
+        known = [path for path in paths if path.name in expected]
+        for path in known[self.rank :: self.world_size]:
+            if file_sha256(path) != expected[path.name]:
+                raise UserError(f"{path} has an unexpected sha256: fetch or pack it again")
+        return f"{len(known)} of {len(paths)} have a known sha256, and it is right"
+
+    def check_optimizers(self):
+        """List count, shape, optimizer and rate of all parameters, without allocating them."""
+        with torch.device("meta"):
+            gpt = train_gpt2.GPT(self.args, self.dtype)
+            optimizers = train_gpt2.build_optimizers(gpt, self.args, self.rank, self.world_size)
+        settings = {}
+        self.states = 0  # float32 values in the optimizers
+        for optimizer in optimizers:
+            name = type(optimizer).__name__
+            for p in train_gpt2.params_of(optimizer):
+                settings[p] = f"{name:7s} lr:{optimizer.defaults['lr']:g}"
+                self.states += p.numel() * (2 if name == "AdamW" else 1)
+        self.weights = sum(p.numel() for p in settings)
+        rows = Counter()
+        for name, p in gpt.named_parameters():
+            name = re.sub("[.][0-9]+", ".*", name)
+            rows[f"{name:24s} {tuple(p.shape)!s:16s} {settings[p]}"] += 1
+        lines = [f"  {count:3d} x {row}" for row, count in rows.items()]
+        return "\n".join([f"{self.weights:,} parameters", *lines])
+
+    def check_memory(self):
+        """Compare weights, gradients and optimizer states with the free memory."""
+        need = 4 * (2 * self.weights + self.states)
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self.device.type == "cpu" else 1
+        free = free_memory(self.device) / processes
+        text = (
+            f"weights, gradients and optimizer states take up to {need / 2**30:.1f} GiB, "
+            f"activations come on top; {free / 2**30:.1f} GiB are free"
+        )
+        if need > free:
+            raise UserError(f"{text}: take a smaller model")
+        return text
+
+    def check_disk(self):
+        """Check that log_dir is writable and has space for the checkpoints and one in progress."""
+        log_dir = self.args.log_dir
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=log_dir):
+            free = shutil.disk_usage(log_dir).free
+        size = 4 * (self.weights + self.states)
+        text = f"{free / 2**30:.1f} GiB free in {log_dir}, a checkpoint takes {size / 2**30:.2f}"
+        if (self.args.keep_checkpoints + 1) * size > free:
+            raise UserError(f"{text}: free some, or pass another --log_dir or --keep_checkpoints")
+        return text
+
+    def check_time(self):
+        """Predict the time of the run from three steps, or of a slow run from a single sequence."""
+        args, (train_loader, val_loader) = self.args, self.loaders
+        train_gpt2.configure_backend(args, self.device)
+        gpt = train_gpt2.GPT(args, self.dtype).to(self.device)
+        optimizers = train_gpt2.build_optimizers(gpt, args, self.rank, self.world_size)
+        inputs, targets = train_loader.next_batch()
+        # This does not wait for a GPU, which is never so slow.
+        step = len(inputs) * timed(lambda: gpt(inputs[:1], targets[:1]).backward())
+        if step > 60:
+            total = timedelta(seconds=round(step * args.num_iterations))
+            return f"about {total} of training: {step:.0f} s per step, judging by one sequence"
+        gpt.zero_grad()
+        try:
+            compiling = timed(train_gpt2.warm_up, gpt, args, val_loader)
+        except Exception as error:
+            cause = str(error).splitlines()[0]
+            fix = "install g++ and Python.h, or pass --compile=False"
+            raise UserError(f"the model cannot be compiled ({cause}): {fix}") from None
+
+        def train_step():
+            batch = train_loader.next_batch()
+            train_gpt2.train_step(gpt, optimizers, *batch, 1.0, args)[0].item()
+
+        step = statistics.median(timed(train_step) for _ in range(3))
+        batch = timed(train_gpt2.evaluate, gpt, val_loader, val_loader.tokens_per_step)
+        batches = train_gpt2.val_tokens_of(args, val_loader) / val_loader.tokens_per_step
+        # With val_loss_every=0, the only validation is the one after the last step.
+        validations = 1 + math.ceil(args.num_iterations / (args.val_loss_every or math.inf))
+        parts = step * args.num_iterations, batch * batches * validations, compiling
+        training, validation, compiling, total = (
+            timedelta(seconds=round(part)) for part in (*parts, sum(parts))
+        )
+        return (
+            f"about {total} in all: training {training} ({args.num_iterations} steps of "
+            f"{1000 * step:.1f} ms), {validations} validations {validation}, compiling {compiling}"
+        )
 
 
 def main(argv):
     """Run all checks; return the faults of all ranks."""
-    check = Checks(int(os.environ.get("RANK", 0)))
-    args = check("settings", lambda: ("all valid", train_gpt2.parse_args(argv)))
-    place = args and check("device", check_device, args)
-    if not place:
-        return check.faults
-    rank, world_size, device = place
-    check("network", check_network, device, world_size)
-    loaders = check("data", check_data, args, rank, world_size, device)
-    if not check.faults_of_all_ranks():
-        check("shards", check_shards, loaders, rank, world_size)
-    dtype = train_gpt2.product_dtype(args, device)
-    sizes = check("optimizers", check_optimizers, args, rank, world_size, dtype)
-    if sizes:
-        check("memory", check_memory, *sizes, device)
-        check("disk", check_disk, args, *sizes)
-    if not check.faults_of_all_ranks():
-        check("time", check_time, args, loaders, *place)
-    return check.faults_of_all_ranks()
+    checks = Checks(argv)
+    if not (checks.run("settings") and checks.run("device")):
+        return checks.faults
+    checks.run("network")
+    checks.run("data")
+    if not checks.faults_of_all_ranks():
+        checks.run("shards")
+    if checks.run("optimizers"):
+        checks.run("memory")
+        checks.run("disk")
+    if not checks.faults_of_all_ranks():
+        checks.run("time")
+    return checks.faults_of_all_ranks()
 
 
 if __name__ == "__main__":

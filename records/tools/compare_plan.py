@@ -2,8 +2,8 @@
 
     python records/tools/compare_plan.py PLAN.txt TRACE.json.gz
 
-PLAN.txt: what plan.py printed. TRACE.json.gz: what step_profile.py wrote on a GPU. For collectives,
-a plan shows the time that ranks wait for them, and a trace the time that they take.
+PLAN.txt is the output of plan.py, and TRACE.json.gz a trace that step_profile.py wrote on a GPU.
+For collectives, the plan shows how long ranks wait for them, and the trace how long they take.
 """
 
 import gzip
@@ -12,9 +12,10 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from report import command, markdown
+from report import markdown
+from runlog import argument_parser, command, require
 
-CLASSES = {  # beginnings of parts of the plan, and patterns in the names of CUDA kernels
+CLASSES = {  # patterns: of the plan's parts, from their beginning, and of CUDA kernels' names
     "collectives": ("communication", "nccl"),
     "optimizers": ("AdamW|Muon|Newton-Schulz|Adagrad", "adam"),
     "attention": ("attention", "flash|fmha|sdpa"),
@@ -27,21 +28,24 @@ CLASSES = {  # beginnings of parts of the plan, and patterns in the names of CUD
 
 def main(argv):
     """Print a row for each class."""
-    plan, trace = map(Path, argv)
+    parser = argument_parser(__doc__)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("trace", type=Path)
+    paths = parser.parse_args(argv)
+    text = paths.plan.read_text()
     planned, measured = Counter(), Counter()
-    for part, ms in re.findall(r"^\| (.+?) \|.* ([\d.]+) \| [\d.]+% \|$", plan.read_text(), re.M):
+    for part, ms in re.findall(r"^\| (.+?) \|.* ([\d.]+) \| [\d.]+% \|$", text, re.M):
         [kind] = [kind for kind, (parts, _) in CLASSES.items() if re.match(parts, part)]
         planned[kind] += float(ms)
+    require(planned, f"{paths.plan} holds no plan: give the output of plan.py")
     events = defaultdict(list)
-    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+    for event in json.loads(gzip.decompress(paths.trace.read_bytes()))["traceEvents"]:
         events[event.get("cat")].append(event)
-    optimizers, _ = CLASSES["optimizers"]
-    annotations = events["gpu_user_annotation"]
-    ranges = [event for event in annotations if re.fullmatch(optimizers, event["name"])]
     steps = [event["dur"] for event in events["user_annotation"] if event["name"] == "step"]
-    if not steps:
-        raise ValueError(f"{trace} has no range named step: take a trace of step_profile.py")
+    require(steps, f"{paths.trace} has no range named step: give a trace of step_profile.py")
     measured["step"] = sum(steps)
+    optimizers = CLASSES["optimizers"][0]
+    ranges = [e for e in events["gpu_user_annotation"] if re.fullmatch(optimizers, e["name"])]
     for kernel in events["kernel"]:
         name, start = kernel["name"].lower(), kernel["ts"]
         kind = next(kind for kind, (_, names) in CLASSES.items() if re.search(names, name))

@@ -1,4 +1,4 @@
-"""Compile PyTorch models for an NVIDIA GPU on a machine without one, and list the GPU kernels.
+"""Compile a GPT for an NVIDIA GPU on a machine without one, and list the generated kernels.
 
 TorchInductor and Triton generate the same kernels as on the GPU, and ptxas compiles them. Nothing
 runs: tensors are fake, on a pretended device "cuda:0". This module replaces functions of torch.cuda
@@ -20,17 +20,17 @@ from types import SimpleNamespace
 from unittest import mock
 
 FOLDER = tempfile.TemporaryDirectory()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then compiles nothing
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = FOLDER.name
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # kernels are recorded in this process
 
 # The pretended device must be loaded before torch looks for a real one.
 torch_folder = Path(importlib.util.find_spec("torch").origin).parent
-source, library = Path(__file__).with_name("pretend.cpp"), f"{FOLDER.name}/pretend.so"
-command = ["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library]
-command += [f"-I{torch_folder}/include", f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu"]
-subprocess.run([*command, f"-Wl,-rpath,{torch_folder}/lib"], check=True)
+library = f"{FOLDER.name}/pretend.so"
+command = ["g++", "-std=c++20", "-shared", "-fPIC", "-o", library, f"-I{torch_folder}/include"]
+command += [Path(__file__).with_name("pretend.cpp"), f"-L{torch_folder}/lib", "-lc10"]
+subprocess.run([*command, "-ltorch_cpu", f"-Wl,-rpath,{torch_folder}/lib"], check=True)
 pretended_device = ctypes.CDLL(library)
 import torch  # noqa: E402
 
@@ -40,30 +40,27 @@ pretended_device.set_guard()
 # ---- The pretended GPU --------------------------------------------------------------------------
 @dataclasses.dataclass
 class GPU:
-    """Properties of a GPU, as torch.cuda names them, and stated rates (GPUS names the sources)."""
+    """Properties of a GPU, named as in torch.cuda, and rates from its data sheet."""
 
-    name: str
     major: int
     minor: int
     multi_processor_count: int
     max_threads_per_multi_processor: int
     shared_memory_per_block_optin: int
     flops: float  # dense bf16 FLOP/s that accumulate in float32
-    bandwidth: float  # bytes/s of its memory
-    bus: float  # bytes/s of NCCL's bus bandwidth in a node of 8
-    warp_size: int = 32
+    bandwidth: float  # bytes/s to and from its memory
+    bus: float  # bytes/s: NCCL's bus bandwidth in a node of 8 GPUs
+    name: str = "pretended"
     regs_per_multiprocessor: int = 65536
-    max_threads_per_block: int = 1024
-    L2_cache_size: int = 50 * 2**20
 
 
 GPUS = {
-    "H100": GPU("NVIDIA H100 80GB HBM3", 9, 0, 132, 2048, 232448, 989e12, 3.35e12, 400e9),
-    "H200": GPU("NVIDIA H200", 9, 0, 132, 2048, 232448, 989e12, 4.8e12, 400e9),
-    "A100": GPU("NVIDIA A100-SXM4-80GB", 8, 0, 108, 2048, 166912, 312e12, 2.04e12, 230e9),
-    "4090": GPU("NVIDIA GeForce RTX 4090", 8, 9, 128, 1536, 101376, 165e12, 1.01e12, 20e9),
+    "H100": GPU(9, 0, 132, 2048, 232448, 989e12, 3.35e12, 400e9),
+    "H200": GPU(9, 0, 132, 2048, 232448, 989e12, 4.8e12, 400e9),
+    "A100": GPU(8, 0, 108, 2048, 166912, 312e12, 2.04e12, 230e9),
+    "4090": GPU(8, 9, 128, 1536, 101376, 165e12, 1.01e12, 20e9),
 }
-chosen = SimpleNamespace(gpu=GPUS["H100"])  # set it before the first compilation
+chosen = SimpleNamespace(gpu=GPUS["H100"])  # set chosen.gpu before the first compilation
 
 answers = dict(
     is_available=True, device_count=1, current_device=0, is_initialized=True, _is_compiled=True,
@@ -73,12 +70,11 @@ answers = dict(
 for function_name, answer in answers.items():
     setattr(torch.cuda, function_name, lambda *args, answer=answer, **named: answer)
 torch.cuda.get_device_properties = lambda *args: chosen.gpu
-torch.cuda.get_device_name = lambda *args: chosen.gpu.name
-torch.cuda.get_device_capability = lambda *args: (chosen.gpu.major, chosen.gpu.minor)
 torch.version.cuda = "13.0"
 torch._C._cuda_getCurrentRawStream = lambda index: 0
 
-# These copy functions of torch.cuda, so they are imported after it has been changed.
+# These modules copy functions of torch.cuda, so they are imported after the replacement.
+import torch.nn.functional as F  # noqa: E402
 import triton  # noqa: E402
 from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 from torch._inductor import compile_fx, config, memory  # noqa: E402
@@ -88,40 +84,35 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # noqa: 
 from torch._inductor.utils import run_and_get_graph_lowering  # noqa: E402
 from torch._inductor.virtualized import V  # noqa: E402
 from torch._subclasses import fake_tensor  # noqa: E402
-from torch.utils._ordered_set import OrderedSet  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.flop_counter import flop_registry  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-# Inductor passes that need the values of tensors run on the CPU or are disabled.
-fake_tensor.init_gpu_context = lambda device: None
+import train_gpt2  # noqa: E402
+
+# Disable Inductor's passes that need the values of tensors.
 joint_graph.lazy_init = lambda device: None  # patterns of plain attention and of padded products
 config.joint_graph_constant_folding = False
 config.use_static_triton_launcher = False
 config.profile_bandwidth = not INTERPRETED  # estimates the bytes that a kernel moves
-torch._functorch.config.enable_autograd_cache = False
 
 
-# ---- Triton: the real compiler, and a driver that reads what a binary uses ----------------------
-def triton_properties(device):
-    gpu = chosen.gpu
-    sizes = dict(max_shared_mem=gpu.shared_memory_per_block_optin, max_num_regs=65536, warpSize=32)
-    return sizes | dict(multiprocessor_count=gpu.multi_processor_count)
-
-
+# ---- Triton: the real compiler, with a driver that reads the resource usage of a binary ---------
 def load_binary(name, binary, shared, device):
     """Return (module, function, registers, spilled words, maximum threads) of a kernel."""
     path = Path(FOLDER.name, "kernel.cubin")
     path.write_bytes(binary)
-    tool = Path(triton.__file__).with_name("backends") / "nvidia/bin/cuobjdump"
-    command = [tool, "--dump-resource-usage", path]
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spilled = sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage)))
     return 0, 0, int(re.search(r"REG:(\d+)", usage)[1]), spilled // 4, 1024
 
 
 driver = SimpleNamespace(
-    utils=SimpleNamespace(get_device_properties=triton_properties, load_binary=load_binary),
+    utils=SimpleNamespace(
+        get_device_properties=lambda device: dict(
+            max_shared_mem=chosen.gpu.shared_memory_per_block_optin
+        ),
+        load_binary=load_binary,
+    ),
     launcher_cls=lambda source, metadata: None,
     get_current_target=lambda: GPUTarget("cuda", 10 * chosen.gpu.major + chosen.gpu.minor, 32),
     get_active_torch_device=lambda: torch.device("cuda", 0),
@@ -135,17 +126,14 @@ triton_helpers.set_driver_to_gpu = lambda: None  # keeps this driver
 # ---- Kernels and graphs -------------------------------------------------------------------------
 @dataclasses.dataclass
 class Kernel:
-    """One kernel of a graph. bytes and flops are per launch."""
+    """A Triton kernel of a graph."""
 
     name: str
-    kind: str  # triton, scatter (atomic additions), product, attention
+    kind: str  # triton, or scatter if it adds atomically
     launches: int
-    bytes: float
-    flops: float = 0.0
-    sizes: tuple = ()  # of a Triton kernel's loops, or of a product's operands and result
-    spills: tuple = ()  # words that each configuration of a Triton kernel spills
-    int64: bool = False  # whether indices need 64 bits
-    source: object = None  # what triton.compile takes
+    bytes: float  # read and written per launch
+    sizes: tuple  # of its loops
+    spills: tuple  # words that each of its configurations spills
 
 
 @dataclasses.dataclass
@@ -155,7 +143,6 @@ class Graph:
     kind: str  # validation, forward, backward
     code: str  # Python, as Inductor wrote it
     kernels: list
-    external: set  # names of called functions that are not Triton kernels
     peak_bytes: int  # peak of live bytes without parameters, estimated by Inductor
     inputs: list  # names that torch.compile gives to the model's tensors
 
@@ -165,13 +152,14 @@ generated = {}  # Triton kernels by name
 
 
 def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
-    """Record a Triton kernel once its configurations have been compiled; more may follow."""
+    """Record a Triton kernel. Called again if Inductor adds configurations to it."""
     make_launchers(self)
     source, meta, signature = self.fn.src, self.inductor_meta, self.triton_meta["signature"]
     loops = dict(re.findall(r"\b([xyzr]\d?_?)numel = (\d+)", source))
     sizes = {axis: int(size) for axis, size in loops.items()}
     moved = 1e9 * (meta.get("kernel_num_gb") or 0)
-    if sizes.get("r0_", 0) >= 8192:  # too long for the cache; Inductor counts each input once
+    # A loop this long reads from memory each time, but Inductor counts each input only once.
+    if sizes.get("r0_", 0) >= 8192:
         loads = re.findall(r"tl\.load\((\w+) \+ \((.*?)\), ", source)
         reads = Counter(name for name, index in loads if "x" in index and "r0" in index)
         again = sum((count - 1) * ITEM_SIZES[signature[name]] for name, count in reads.items())
@@ -183,56 +171,31 @@ def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
         bytes=moved,
         sizes=tuple(sizes.values()),
         spills=tuple(launcher.n_spills for launcher in self.launchers),
-        int64=any(kind == "i64" for name, kind in signature.items() if name.endswith("numel")),
-        source=self.compile_results[0].kernel.src,
     )
 
 
 CachingAutotuner._make_launchers = record_kernel
 
 
-def external_kernel(node):
-    """Return the Kernel of a product or an attention in an FX graph, or None."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet not in flop_registry:
-        return None
-    operands = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in node.args]
-    result = node.meta["val"]
-    flops, kind = flop_registry[packet](*operands, out_val=result), "product"
-    if "attention" in packet.__name__:
-        flops, kind = flops / 2, "attention"  # half of the scores are masked
-    tensors = [t for t in tree_leaves([operands, result]) if isinstance(t, torch.Tensor)]
-    sizes = tuple(size for t in tensors for size in t.shape)
-    return Kernel(packet.__name__, kind, 1, sum(t.nbytes for t in tensors), flops, sizes)
-
-
 def compile_graph(graph_module, inputs, names, **named):
-    """Compile an FX graph, whose inputs have names; return the Graph."""
+    """Compile an FX graph; return the Graph. names: of the inputs."""
     compiled, [lowering] = run_and_get_graph_lowering(
         compile_fx.compile_fx_inner, graph_module, inputs, **named
     )
     code, scheduler = compiled.source_code, lowering.scheduler
-    ends = OrderedSet(lowering.graph_inputs), OrderedSet(lowering.get_output_names())
+    ends = lowering.graph_inputs, lowering.get_output_names()
     buffers, nodes = scheduler.name_to_buf, scheduler.name_to_fused_node
     with V.set_graph_handler(lowering):
         peak, *_ = memory.prepare_planning_info(scheduler.nodes, buffers, nodes, *ends)
-    kind = "forward"
-    if named.get("is_inference"):
-        kind = "validation"
-    elif named.get("is_backward"):
-        kind = "backward"
-    kernels = [kernel for kernel in map(external_kernel, graph_module.graph.nodes) if kernel]
-    if not INTERPRETED:  # else nothing is compiled
-        launches = Counter(re.findall(r"^ +(triton_\w+)\.run\(", code, re.M))
-        for name, count in launches.items():
-            kernels.append(dataclasses.replace(generated[name], launches=count))
-    external = re.findall(r"^ .*(?:extern_kernels|torch\.ops\.aten)\.(\w+)[.\w]*\(", code, re.M)
-    return Graph(kind, code, kernels, set(external), peak, names)
+    kinds = {"is_inference": "validation", "is_backward": "backward"}
+    kind = next((kinds[flag] for flag in kinds if named.get(flag)), "forward")
+    launches = {} if INTERPRETED else Counter(re.findall(r"^ +(triton_\w+)\.run\(", code, re.M))
+    kernels = [dataclasses.replace(generated[name], launches=n) for name, n in launches.items()]
+    return Graph(kind, code, kernels, peak, names)
 
 
 def attention_of_gpu(query, key, value, is_causal):
     """Call the attention kernel that PyTorch chooses on the GPU, which cannot be queried here."""
-    query, key = query.type_as(value), key.type_as(value)  # as autocast does
     if chosen.gpu.major >= 9:
         gradient = torch.is_grad_enabled()
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -241,12 +204,18 @@ def attention_of_gpu(query, key, value, is_causal):
     return flash(query, key, value, 0.0, is_causal)[0]
 
 
-@contextlib.contextmanager
-def on_gpu(build, running=contextlib.nullcontext):
-    """Yield (model, graphs): the module that build() makes, and a list of Graphs.
+def dense_embedding_bag(rows, weight, embedding_bag=F.embedding_bag, **named):
+    """Look up rows with a dense gradient, because fake tensors cannot be sparse."""
+    if weight.grad is not None:  # sparse gradients are only appended, which costs nothing
+        weight = weight.detach().requires_grad_()
+    return embedding_bag(rows, weight, mode="sum")
 
-    Inside, tensors are fake. model.compile() compiles for the GPU; each compiled graph is added to
-    graphs, and calls of it run in the context manager running(graph).
+
+@contextlib.contextmanager
+def on_gpu(args, dtype, running=contextlib.nullcontext):
+    """Yield (model, graphs): a GPT, compiled for the GPU as training does it, and its Graphs.
+
+    Inside, tensors are fake. Each call of a graph runs in the context manager running(graph).
     """
     graphs, names = [], []
 
@@ -264,10 +233,14 @@ def on_gpu(build, running=contextlib.nullcontext):
         names[:] = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
         return compile_fx.compile_fx(graph_module, inputs, inner_compile=inner_compile)
 
-    sdpa = "scaled_dot_product_attention"
-    patch = mock.patch.object(torch.nn.functional, sdpa, attention_of_gpu)
-    with fake_tensor.FakeTensorMode(), patch:
+    patches = dict(scaled_dot_product_attention=attention_of_gpu, embedding_bag=dense_embedding_bag)
+    with fake_tensor.FakeTensorMode(), mock.patch.multiple(F, **patches):
         with torch.device("cuda"):
-            model = build()
+            model = train_gpt2.GPT(args, dtype)
+            tokens = torch.zeros(args.device_batch_size, args.sequence_length, dtype=torch.int64)
         model.compile = functools.partial(torch.nn.Module.compile, model, backend=backend)
+        loader = SimpleNamespace(next_batch=lambda: (tokens, tokens.clone()))
+        # warm_up ends where it reads the loss of the first training pass.
+        with contextlib.suppress(fake_tensor.DataDependentOutputException):
+            train_gpt2.warm_up(model, args, loader)
         yield model, graphs
