@@ -21,7 +21,7 @@ PEAK_FLOPS = {
 POINT = re.compile(
     r"step:(?P<step>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
-    r"(?: data_hash:(?P<hash>\w+))?(?: lr:(?P<lr>\S+))?"
+    r"(?: data_hash:(?P<hash>\w+))?"
 )
 FACT = re.compile(  # name:value, before the first step and after the last one
     r"(?:^| )(torch|commit|device|processes|products|train_tokens|val_hash|peak_memory)"
