@@ -13,6 +13,8 @@ sequence_length, target, hardware, number of processes or dtype. With --n, it al
 group that read more tokens than the second. Losses are in nats per token.
 """
 
+from collections import defaultdict
+
 import numpy as np
 from report import LOSS_DEPENDS_ON, check_equal, collect, escaped, markdown
 from runlog import MAY_VARY, argument_parser, command, packages, require, with_new_names
@@ -78,28 +80,25 @@ def check_comparable(runs):
 def same_training_data(runs):
     """Raise ValueError if runs read different tokens; return False if the logs cannot tell.
 
-    data_hash is compared wherever two runs logged it after the same number of tokens, because a
-    shorter run reads the beginning of the same stream. Each seed of shuffled runs has a stream of
-    its own. For different streams, only the total number of training tokens is compared.
+    data_hash is compared wherever runs logged it after the same number of tokens, because a shorter
+    run reads the beginning of the same stream. Each seed of shuffled runs has a stream of its own.
+    For different streams, only the total number of training tokens is compared.
     """
-    seen, streams, known = {}, set(), True
+    hashes = defaultdict(dict)  # {(stream, tokens read): {data_hash: path}}
+    shared = {}  # {stream: the numbers of tokens after which all of its runs logged a hash}
     for run in runs:
         digits = max(map(len, run.hashes.values()), default=0)  # old logs hold a longer hash
         stream = digits, run.seed if run.settings.get("shuffle") else None
-        hashes = {(stream, tokens): value for tokens, value in run.hashes.items()}
-        shared = hashes.keys() & seen.keys()
-        for key in shared:
-            value, path = seen[key]
-            require(
-                hashes[key] == value,
-                f"the training data differ: data_hash after {key[1]:,} tokens is {hashes[key]} in "
-                f"{run.path}, {value} in {path}",
-            )
-        known = known and (bool(shared) or stream not in streams)
-        streams.add(stream)
-        seen |= {key: (value, run.path) for key, value in hashes.items()}
+        shared[stream] = run.hashes.keys() & shared.get(stream, run.hashes)
+        for tokens, value in run.hashes.items():
+            hashes[stream, tokens][value] = run.path
+    for (_, tokens), paths in hashes.items():
+        listed = ", ".join(f"{value} in {path}" for value, path in paths.items())
+        where = f"data_hash after {tokens:,} tokens is {listed}"
+        require(len(paths) == 1, f"the training data differ: {where}")
     totals = {run.facts.get("train_tokens") for run in runs}
-    return known and (len(streams) == 1 or (len(totals) == 1 and None not in totals))
+    one_total = len(totals) == 1 and None not in totals
+    return all(shared.values()) and (len(shared) == 1 or one_total)
 
 
 def check(sides, target, n):

@@ -84,7 +84,7 @@ def require(condition, sentence):
 
 @dataclass
 class Run:
-    """One run. Losses are in nats per token, times in ms. Values missing from the log are None."""
+    """One run. Losses are in nats per token. Values missing from the log are None."""
 
     path: Path
     sources: dict  # {path: text} as logged; the first is the training script
@@ -95,7 +95,7 @@ class Run:
     points: dict = field(default_factory=lambda: {"train": [], "val": []})  # (step, loss, ms)
     hashes: dict = field(default_factory=dict)  # {tokens read: data_hash}
     last_step: int = 0  # of the last point
-    train_ms: float = None  # at the last point
+    train_seconds: float = None  # at the last point
     ms_per_step: float = None  # mean, as logged
 
     seed = property(lambda self: self.settings.get("seed"))
@@ -180,8 +180,9 @@ def add_point(run, found):
         run.points["train"] = [p for p in run.points["train"] if p[0] <= last_train]
         run.points["val"] = [p for p in run.points["val"] if p[0] < step]
         run.hashes = {n: value for n, value in run.hashes.items() if n < step * run.tokens_per_step}
-    run.last_step, run.train_ms, average = step, float(found["ms"]), float(found["average"])
-    run.points[kind].append((step, loss, run.train_ms))
+    ms, average = float(found["ms"]), float(found["average"])
+    run.last_step, run.train_seconds = step, ms / 1000
+    run.points[kind].append((step, loss, ms))
     run.ms_per_step = None if math.isnan(average) else average
     if found["hash"] and step:
         run.hashes[step * run.tokens_per_step] = found["hash"]
