@@ -31,9 +31,13 @@ def test_tensorboard_reads_back_the_points_of_a_growing_log(tmp_path, monkeypatc
     expected = runlog.read(write_log(tmp_path / "whole.txt"))
     text = expected.path.read_text()
     growing = write_log(tmp_path / "growing.txt", stopped_at=25)
-    grow(growing, text)
     new_points = track.new_points
-    monkeypatch.setattr(track, "new_points", lambda path: new_points(path, pause=0.001))
+
+    def points_while_growing(run):
+        grow(growing, text)
+        return new_points(run, pause=0.001)
+
+    monkeypatch.setattr(track, "new_points", points_while_growing)
     track.main([str(growing), "--tensorboard", str(tmp_path / "board")])
     events = event_accumulator.EventAccumulator(str(tmp_path / "board"))
     events.Reload()

@@ -17,11 +17,10 @@ rejects a folder that holds other logs. It deletes nothing but the final weights
 
 Arms are compared by round. Losses: the mean difference from A with its 95% t-interval, and a
 two-sided p that is corrected for the number of arms (Holm). Times: the geometric mean of the ratio
-to A with its 95% t-interval. The time of a run is the median over its steps. Times are omitted if a
-round was interrupted, because its runs were not interleaved.
+to A with its 95% t-interval. Times are omitted if a round was interrupted, because its runs were
+not interleaved.
 """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -38,7 +37,7 @@ import numpy as np
 import report
 from compare import check_comparable, check_finished, check_repetitions, differences
 from report import escaped, markdown
-from runlog import argument_parser, command, packages, read, require
+from runlog import argument_parser, command, logs_in, packages, read, require
 
 with packages():
     from scipy import stats
@@ -120,21 +119,16 @@ def run_all(arms, rounds, folder):
     for arm in arms:
         known = state["arms"].setdefault(arm.name, arm.identity)
         require(known == arm.identity, f"{arm.name} in {folder} was started as {known}: {fix}")
+    finished = {run.path for run in logs_in(folder) if run.finished}
     for round_ in range(1, rounds + 1):
         in_turn = arms if round_ % 2 else arms[::-1]
-        missing = [arm for arm in in_turn if not is_finished(arm.log(folder, round_))]
+        missing = [arm for arm in in_turn if arm.log(folder, round_) not in finished]
         begun = any(arm.log(folder, round_).exists() for arm in arms)
         state["interrupted"] |= begun and len(missing) > 0
         path.write_text(json.dumps(state, indent=1))
         for arm in missing:
             run_once(arm, round_, folder)
         check_comparable([read(arm.log(folder, round_)) for arm in arms])
-
-
-def is_finished(log):
-    with contextlib.suppress(ValueError):  # there is no log, or it does not yet hold the settings
-        return read(log).finished
-    return False
 
 
 def run_once(arm, round_, folder):
@@ -173,17 +167,6 @@ def collect(folder):
     return {name.replace("_", " "): runs for name, runs in [("A", base), *groups.items()]}
 
 
-def step_ms(run):
-    """Return the ms per step of a run: the median over windows of sqrt(N) of its N steps.
-
-    Windows reduce the rounding error, because logged times are whole milliseconds. A run of few
-    steps is too short for windows: its logged mean is returned.
-    """
-    times = [ms for _, _, ms in run.points["train"]]
-    size = math.isqrt(len(times))
-    return np.median(np.diff(times[::size])) / size if size > 2 else run.ms_per_step
-
-
 def paired(values):
     """Return (mean, low, high, p) of paired differences: 95% t-interval and two-sided t-test."""
     mean = np.mean(values)
@@ -205,13 +188,13 @@ def holm(values):
 
 def time_cell(runs, base):
     """Return the median time per step in ms and, except for the base, its ratio to the base's."""
-    times = [[step_ms(run) for run in side] for side in (runs, base)]
+    times = [[run.ms_per_step for run in side] for side in (runs, base)]
     if not all(map(all, times)):  # unknown, or 0
         return "n/a"
     median = f"{np.median(times[0]):.1f}"
     if runs is base:
         return median
-    mean, low, high, _ = np.exp(paired(np.log(times[0]) - np.log(times[1])))
+    mean, low, high, _ = np.exp(paired(np.log(np.divide(*times))))
     return f"{median}, {mean:.3f} ({low:.3f} to {high:.3f})"
 
 

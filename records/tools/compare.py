@@ -9,7 +9,7 @@ below 0.01, otherwise "No record" and status 1.
 
 The tool rejects unfinished or diverged runs, duplicate runs or seeds, and groups whose settings,
 source or torch version vary. It also rejects sides that differ in data, validation tokens,
-sequence_length, target, hardware, number of processes or dtype. With --n, it also rejects a first
+sequence_length, hardware, number of processes or dtype. With --n, it also rejects a first
 group that read more tokens than the second. Losses are in nats per token.
 """
 
@@ -28,7 +28,6 @@ COMPARABLE = {  # runs are only compared if these are equal
     "number of validation tokens": lambda run: run.settings.get("val_tokens"),
     "sequence_length": lambda run: run.settings["sequence_length"],
     "hardware": lambda run: run.facts.get("device"),
-    "target": lambda run: run.settings.get("target_val_loss"),
     "schedule": lambda run: f"continued, {run.schedule}" if run.continued else "in one go",
 }
 
@@ -184,8 +183,6 @@ def main(argv):
     sides = []  # (name, runs) of each
     for groups in [collect(logs) for logs in (options.logs, options.against) if logs]:
         sides.append((" + ".join(groups), [run for runs in groups.values() for run in runs]))
-    if len(sides) == 2 and sides[0][0] == sides[1][0]:
-        sides = [(f"{name} ({letter})", runs) for (name, runs), letter in zip(sides, "AB")]
     unknown = check(sides, options.target, options.n)
     groups = [(name, [run.val_loss for run in runs]) for name, runs in sides]
     rows = []

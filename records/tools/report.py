@@ -34,7 +34,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from runlog import ROOT, argument_parser, command, logs_in, natural, packages, read, require
+from runlog import ROOT, argument_parser, command, logs_in, packages, read, require
 
 BLOCK = re.compile(
     r"(?P<start><!-- python records/tools/(?P<tool>\w+)\.py(?P<arguments>[^\n]*) -->\n)"
@@ -64,7 +64,7 @@ def progress(run):
 
 UNKNOWN = {"device": "n/a", "torch": "n/a"}
 COLUMNS = {  # name: text of a run
-    "seed": lambda run: or_na(run.seed),
+    "seed": lambda run: f"{run.seed}",
     "steps": progress,
     "val loss": lambda run: or_na(run.val_loss, "{:.4f}"),
     "train time": lambda run: or_na(run.train_seconds, "{:.0f} s"),
@@ -83,7 +83,7 @@ def collect(arguments):
         if not pattern or "/" in name:
             name, pattern = None, argument
         runs = []
-        for path in map(Path, sorted(glob.glob(pattern), key=natural)):
+        for path in map(Path, sorted(glob.glob(pattern))):
             runs += logs_in(path) if path.is_dir() else [read(path)]
         require(runs, f"no log at {pattern!r}: name a log, a folder or a glob of logs")
         for run in runs:
@@ -93,7 +93,7 @@ def collect(arguments):
 
 
 def grouped(named):
-    """Return {group: [Run]} of (name or None, Run). Folders tell apart groups with equal labels.
+    """Return {group: [Run], by seed} of (name or None, Run). Folders tell apart equal labels.
 
     Raises ValueError unless the losses of each group are comparable.
     """
@@ -103,6 +103,7 @@ def grouped(named):
         own = run.label if folders[run.label] == 1 else f"{run.path.parent.name}/{run.label}"
         groups.setdefault(name or own, []).append(run)
     for runs in groups.values():
+        runs.sort(key=lambda run: run.seed)
         for what, value_of in LOSS_DEPENDS_ON.items():
             check_equal(what, value_of, runs)
         check_equal("num_iterations", lambda run: run.schedule, runs)

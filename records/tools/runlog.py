@@ -200,7 +200,8 @@ def read(path):
         for line in text.splitlines():
             if found := POINT.match(line):
                 add_point(run, found)
-        require(isinstance(run.tokens_per_step + run.num_iterations, int), "not a number of steps")
+        integers = run.tokens_per_step + run.num_iterations + run.seed
+        require(isinstance(integers, int), "a setting is not an integer")
     # Python's parser raises the last two for expressions that are nested too deeply.
     except (ValueError, KeyError, IndexError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ValueError(
@@ -215,10 +216,5 @@ def logs_in(folder):
 
     Raises ValueError for a damaged log: silently omitting a run would bias the result.
     """
-    paths = [path for path in sorted(Path(folder).rglob("*.txt"), key=natural) if path.is_file()]
+    paths = [path for path in sorted(Path(folder).rglob("*.txt")) if path.is_file()]
     return [read(path) for path in paths if "\nhyperparameter " in path.read_text(errors="replace")]
-
-
-def natural(path):
-    """Return a sort key that places seed2 before seed10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]

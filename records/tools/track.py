@@ -16,12 +16,8 @@ from pathlib import Path
 from runlog import argument_parser, command, read
 
 
-def new_points(path, pause=1.0):
-    """Yield (step, {name: value}) of a log as it grows, until it contains the result.
-
-    Raises ValueError at once if the file is not a log.
-    """
-    run = read(path)
+def new_points(run, pause=1.0):
+    """Yield (step, {name: value}) from the log of a run as it grows, up to its result."""
     sent = {"train": -1, "val": -1}  # the last step of each kind
     while True:
         points = [(*point, kind) for kind in sent for point in run.points[kind]]
@@ -33,26 +29,7 @@ def new_points(path, pause=1.0):
             return
         time.sleep(pause)
         with contextlib.suppress(ValueError):  # a new start has written only half of its settings
-            run = read(path)
-
-
-def to_tensorboard(points, folder, settings):
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(folder, purge_step=0, flush_secs=1) as writer:
-        text = "\n".join(f"    {name}={value!r}" for name, value in settings.items())
-        writer.add_text("hyperparameters", text)
-        for step, values in points:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-
-def to_wandb(points, project, name, settings):
-    import wandb
-
-    with wandb.init(project=project, name=name, config=settings) as run:
-        for step, values in points:
-            run.log(values, step=step)
+            run = read(run.path)
 
 
 def main(argv):
@@ -62,12 +39,25 @@ def main(argv):
     where.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     where.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases")
     options = parser.parse_args(argv)
-    points, settings = new_points(options.log), read(options.log).settings
+    run = read(options.log)
+    points = new_points(run)
     try:
         if options.tensorboard:
-            to_tensorboard(points, options.tensorboard, settings)
+            from torch.utils.tensorboard import SummaryWriter
+
+            with SummaryWriter(options.tensorboard, purge_step=0, flush_secs=1) as writer:
+                text = "\n".join(f"    {name}={value!r}" for name, value in run.settings.items())
+                writer.add_text("hyperparameters", text)
+                for step, values in points:
+                    for name, value in values.items():
+                        writer.add_scalar(name, value, step)
         else:
-            to_wandb(points, options.wandb, options.log.stem, settings)
+            import wandb
+
+            names = dict(project=options.wandb, name=options.log.stem)
+            with wandb.init(**names, config=run.settings) as tracked:
+                for step, values in points:
+                    tracked.log(values, step=step)
     except ImportError as error:
         sys.exit(f"track.py: {error.name} is not installed: pip install {error.name}")
 
