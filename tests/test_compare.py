@@ -206,18 +206,11 @@ def test_arms_are_interleaved_and_continued(fake, tmp_path, capsys):
     assert len((out / "runs").read_text().splitlines()) == 13
 
 
-def test_other_logs_are_left_alone(fake, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "B_round2.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds other logs: pass another --out"):
-        ab.main([fake, fake, f"--out={tmp_path}/out"])
-    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["{fake}", "{fake} --fail=1"], "ended with 1: one sentence"),
+        (["{fake}", "--arm=b: --fail=1"], "ended with 1: one sentence"),
+        (["{fake}", "{fake}", "--out={tmp_path}/other"], "holds other logs: pass another --out"),
         (["{fake}", "{fake} --cut=1"], "unfinished at step 29 of 40"),
         (["bash run.sh", "{fake}"], "'bash run.sh' names no script"),
         (["{fake}", "{fake}", "--arm=B: --x=1"], "must have different names"),
@@ -235,12 +228,16 @@ def test_other_logs_are_left_alone(fake, tmp_path):
 def test_invalid_commands_are_rejected(arguments, sentence, fake, tmp_path, capsys):
     (tmp_path / "old.diff").write_text("--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-nothing\n+more\n")
     (tmp_path / "twice.diff").write_text("@@\n-# line\n+more\n")
+    other = tmp_path / "other" / "B_round2.txt"
+    other.parent.mkdir()
+    other.write_text("mine")
     with open(tmp_path / "train_gpt2.py", "a") as script:
         script.write("# line\n" * 2)
     arguments = [text.format(fake=fake, tmp_path=tmp_path) for text in arguments]
     with pytest.raises((ValueError, SystemExit)) as refused:
         ab.main(["--rounds=2", f"--out={tmp_path}/out", *arguments])
     assert sentence in f"{refused.value}{capsys.readouterr().err}"
+    assert [path.read_text() for path in other.parent.iterdir()] == ["mine"]
 
 
 # ---- rerun.py -----------------------------------------------------------------------------------
