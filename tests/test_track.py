@@ -1,8 +1,7 @@
 """track.py sends the points of a log to TensorBoard and Weights & Biases, also while it grows."""
 
 import sys
-import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 import runlog
@@ -10,34 +9,21 @@ import track
 from test_records import write_log
 
 
-def grow(path, text):
-    """Write a text to a file in small parts, from another thread. Parts may end within a line."""
-
-    def write():
-        with open(path, "a", encoding="utf-8") as file:
-            for i in range(0, len(text), 97):
-                file.write(text[i : i + 97])
-                file.flush()
-                time.sleep(0.002)
-
-    threading.Thread(target=write).start()
-
-
 def test_tensorboard_reads_back_the_points_of_a_growing_log(tmp_path, monkeypatch):
     """Steps that a killed and resumed run has logged twice are sent once."""
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
-    expected = runlog.read(write_log(tmp_path / "whole.txt"))
-    text = expected.path.read_text()
+    whole = write_log(tmp_path / "whole.txt")
+    expected, text = runlog.read(whole), whole.read_text()
     growing = write_log(tmp_path / "growing.txt", stopped_at=25)
-    new_points = track.new_points
+    parts = (text[i : i + 97] for i in range(0, len(text), 97))  # which may end within a line
 
-    def points_while_growing(run):
-        grow(growing, text)
-        return new_points(run, pause=0.001)
+    def write_a_part(_):
+        with open(growing, "a") as file:
+            file.write(next(parts))
 
-    monkeypatch.setattr(track, "new_points", points_while_growing)
+    monkeypatch.setattr(track, "time", SimpleNamespace(sleep=write_a_part))
     track.main([str(growing), "--tensorboard", str(tmp_path / "board")])
     events = event_accumulator.EventAccumulator(str(tmp_path / "board"))
     events.Reload()
