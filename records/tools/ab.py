@@ -60,7 +60,7 @@ class Arm:
 
 
 def make_arm(name, text, diff=None, folder=None):
-    """Return the Arm of a command. A diff is applied to a copy of its script, in this folder."""
+    """Return the Arm of a command. A diff is applied to a copy of the script in the folder."""
     argv = [sys.executable if word == "python" else word for word in shlex.split(text)]
     scripts = [i for i, word in enumerate(argv) if word.endswith(".py")]
     require(scripts, f"{text!r} names no script: give `python train_gpt2.py ...`")
@@ -91,7 +91,7 @@ def patched(script, diff, folder):
 
 
 def changed_arm(text, base, folder):
-    """Return the Arm of `name: settings` or `name: file.diff`, which changes the command base."""
+    """Return the Arm of `name: settings` or `name: file.diff`, a change of the command base."""
     name, _, change = (part.strip() for part in text.partition(":"))
     diff = Path(change) if change.endswith(".diff") and Path(change).is_file() else None
     require(

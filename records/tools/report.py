@@ -76,7 +76,7 @@ COLUMNS = {  # name: text of a run
 
 # ---- Groups of runs ------------------------------------------------------------------------------
 def collect(arguments):
-    """Return {group: [Run]} of LOG arguments. Raises ValueError for one that names no log."""
+    """Return {group: [Run]} for LOG arguments. Raises ValueError if one names no log."""
     found = {}  # {path: (group or None, Run)}
     for argument in arguments:
         name, _, pattern = argument.partition("=")
@@ -93,9 +93,10 @@ def collect(arguments):
 
 
 def grouped(named):
-    """Return {group: [Run], by seed} of (name or None, Run). Folders tell apart equal labels.
+    """Return {group: runs sorted by seed} from pairs of a group's name, or None, and a Run.
 
-    Raises ValueError unless the losses of each group are comparable.
+    The folder is part of the name if several folders hold runs of equal label. Raises ValueError
+    unless the losses of each group are comparable.
     """
     folders = Counter(label for label, _ in {(run.label, run.path.parent) for _, run in named})
     groups = {}
@@ -222,7 +223,7 @@ def curve(run, kind):
 
 
 def draw(groups, path):
-    """Draw the losses of all runs against the tokens that they read."""
+    """Draw the losses of all runs against the number of tokens read."""
     with packages():
         from matplotlib import style
         from matplotlib.figure import Figure
@@ -234,9 +235,9 @@ def draw(groups, path):
     for i, (name, own) in enumerate(groups.items()):
         look = dict(color=f"C{i}", marker="o", markersize=4)
         for run in own:
-            for kind, style in ("train", {"linestyle": ":", "marker": ""}), ("val", {}):
+            for kind, change in ("train", {"linestyle": ":", "marker": ""}), ("val", {}):
                 steps, losses = curve(run, kind)
-                axes.plot(steps * run.tokens_per_step, losses, linewidth=1, **look | style)
+                axes.plot(steps * run.tokens_per_step, losses, linewidth=1, **look | change)
         result = loss_of(own) if len(own) > 1 or own[0].finished else progress(own[0])
         axes.plot([], [], label=f"{name}: {result}, n={len(own)}".replace("$", r"\$"), **look)
     axes.set(xlabel="tokens read", ylabel="loss, nats per token", xlim=(0, None))
@@ -272,9 +273,9 @@ def run_block(tool, arguments):
 
 
 def outdated(readme, write):
-    """Return the commands of a README whose output has changed. With write, renew it.
+    """Return the commands of a README whose output has changed.
 
-    A changed table also renews its picture.
+    With write, renew the tables that have changed, and their pictures.
     """
     stale = []
 

@@ -2,7 +2,7 @@
 
     bash run.sh records/<date>_<Name> [NAME] [--field=value ...]
 
-NAME is a log of the record, such as seeds/B_round5 or muon_seed3. By default it is one of the
+NAME is a log of the record, such as seeds/B_round5 or muon_seed3. By default, it is a log of the
 experiment with the most seeds. The source and the settings come from the log, so the code in the
 log is executed: only rerun logs that you trust. Settings given here, such as --seed=11, override
 them; those that would make it another experiment are rejected.
