@@ -8,13 +8,10 @@ from types import SimpleNamespace
 
 import compare
 import pytest
-import readme_map
 import report
 import runlog
 import torch
 from conftest import ROOT, TINY, run_tool
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from train_gpt2 import GPT, Hyperparameters, main
@@ -48,11 +45,11 @@ def write_log(
 ):
     """Write a log in the format of train_gpt2.py: 40 steps, validated every 20.
 
-    changes replace HEADER and FACTS. stopped_at: the last step that is logged. every: steps
-    between validations. first: the first step, above 0 if the run was resumed.
+    changes replace HEADER and FACTS. stopped_at: the last step of a log without a result. every:
+    steps between validations. first: the first step, above 0 if the run was resumed.
     """
-    facts = FACTS | {name: changes.pop(name) for name in FACTS.keys() & changes.keys()}
-    facts = SimpleNamespace(**facts)
+    changed = {name: changes.pop(name) for name in FACTS.keys() & changes.keys()}
+    facts = SimpleNamespace(**FACTS | changed)
     values = HEADER | changes
     last = values["num_iterations"]
     lines = [source]
@@ -62,8 +59,7 @@ def write_log(
         f"device:{facts.device} processes:{facts.processes} threads:2 products:{facts.products}",
         f"train_tokens:{facts.train_tokens} val_hash:{facts.val_hash} micro_batch:4",
     ]
-    stopped_at = last if stopped_at is None else stopped_at
-    for step in range(first, stopped_at + 1):
+    for step in range(first, (last if stopped_at is None else stopped_at) + 1):
         ms = facts.ms * step
         tail = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         train_loss = 5 - step / 20 + values["seed"] / 1e3
@@ -72,7 +68,7 @@ def write_log(
         if step % every == 0:
             value = loss if step == last else 5 - step / 20
             lines.append(f"step:{step}/{last} val_loss:{value:.4f} {tail} data_hash:{facts.hash}")
-    if stopped_at == last:
+    if stopped_at is None:
         lines += [
             "compile:3.5s train:0.3s checkpoint:0.0s validation:0.1s",
             f"tokens/s:4571 peak_memory:{facts.memory}MiB graphs:2",
@@ -116,7 +112,12 @@ def test_log_written_by_training_is_read(tiny):
 
 def test_a_log_of_an_old_script_is_read():
     run = runlog.read(ROOT / "records/2026-11-21_AdamW/adamw_seed1.txt")
-    assert (run.val_loss, run.last_val_step, run.seed, run.train_ms) == (1.3881, 1800, 1, 882559)
+    assert (run.val_loss, run.last_val_step, run.seed, run.train_seconds) == (
+        1.3881,
+        1800,
+        1,
+        882.559,
+    )
     assert len(run.points["train"]) == 1800 and run.hashes[7372800] == "d00ed8dd2d037f97"
     expected = {"device": "AMD EPYC", "processes": "1", "products": "torch.float32"}
     expected |= {"torch": "2.13.0+cpu", "val_hash": "adf5bff0f226dee9"}
@@ -174,7 +175,7 @@ def test_renamed_settings_are_no_difference(tmp_path):
 
 # ---- Damaged logs -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "literal", ["", "-" * 10**5 + "1", "1" + "+1" * 10**5, "1e999", "9" * 5000]
+    "literal", ["", "None", "-" * 10**5 + "1", "1" + "+1" * 10**5, "1e999", "9" * 5000]
 )
 def test_fault_14_a_literal_that_python_cannot_read_is_one_sentence(literal, tmp_path):
     """Also in a folder of other logs: silently omitting a run would bias the result."""
@@ -206,21 +207,6 @@ def test_other_files_are_not_read_as_logs(text, tmp_path):
     assert runlog.logs_in(tmp_path) == []
 
 
-@given(st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
-def test_damaged_logs_are_read_or_rejected(tmp_path_factory, random):
-    path = tmp_path_factory.mktemp("damaged") / "a.txt"
-    text = write_log(path).read_text()
-    for _ in range(random.randint(1, 20)):
-        i = random.randrange(len(text))
-        text = text[:i] + random.choice(["", "x", "\n", ":", "\0", "é"]) + text[i + 1 :]
-    path.write_text(text)
-    try:
-        assert isinstance(report.table({"a": [runlog.read(path)]}), str)
-    except ValueError as error:
-        assert "no log of a training run" in str(error)
-
-
 # ---- Groups and tables --------------------------------------------------------------------------
 def test_a_group_counts_each_run_once(tmp_path, capsys):
     write_group(tmp_path / "X", "a", [1.2, 1.3])
@@ -241,24 +227,18 @@ def test_a_group_counts_each_run_once(tmp_path, capsys):
     assert list(report.collect([str(equals)])) == ["lr=0.1"]
 
 
-def without_result(path, **changes):
-    text = write_log(path, **changes).read_text()
-    path.write_text(re.sub("^result .*\n", "", text, flags=re.M))
-
-
 @pytest.mark.parametrize(
-    "write, changes, step",
+    "changes, step",
     [
-        (write_log, {"stopped_at": 30}, "30 of 40, unfinished"),
-        (write_log, {"stopped_at": 9, "first": 1}, "9 of 40, unfinished"),
-        (write_log, {"stopped_at": 0, "first": 1}, "0 of 40, unfinished"),
-        (write_log, {"loss": math.nan}, "40 of 40, diverged"),
-        (without_result, {}, "40 of 40, unfinished"),
+        ({"stopped_at": 40}, "40 of 40, unfinished"),
+        ({"stopped_at": 9, "first": 1}, "9 of 40, unfinished"),
+        ({"stopped_at": 0, "first": 1}, "0 of 40, unfinished"),
+        ({"loss": math.nan}, "40 of 40, diverged"),
     ],
 )
-def test_fault_3_no_failed_run_is_left_out_unseen(write, changes, step, tmp_path, capsys):
+def test_fault_3_no_failed_run_is_left_out_unseen(changes, step, tmp_path, capsys):
     write_group(tmp_path, "a", [1.2, 1.3])
-    write(tmp_path / "a_seed3.txt", seed=3, **changes)
+    write_log(tmp_path / "a_seed3.txt", seed=3, **changes)
     assert report.main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "| a | 3 | 40 | n/a | n/a |" in printed and f"| a | 3 | {step} |" in printed
@@ -354,9 +334,6 @@ def test_a_picture_of_groups(tmp_path, saved):
     assert low < 0.5 and max(losses) < high < 5, "a distant target must not squeeze the curves"
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend[:2] == ["a: 1.2500 (sd 0.0500), n=3", "b: 1.6500 (sd 0.0707), n=2"]
-    write_log(tmp_path / "b_seed2.txt", seed=2, num_iterations=95, stopped_at=30)
-    assert report.main([f"{tmp_path}/b*", "--picture", "p.png"]) == 0
-    assert saved[1].axes[0].get_legend().get_texts()[0].get_text() == "b: n/a, n=2"
     write_group(tmp_path, "b", [1.2, 1.3], val_hash="bb")
     with pytest.raises(ValueError, match=r"these runs differ in .*\(val_hash\)"):
         report.main([str(tmp_path), "--picture", "p.png"])
@@ -400,11 +377,14 @@ def test_readmes_show_what_their_logs_say(capsys):
 
 
 def test_links_and_pictures_of_the_records_exist():
-    for readme in ROOT.glob("records/**/README.md"):
+    """Every command that stands above a table is one that --refresh runs."""
+    for readme in [ROOT / "README.md", *ROOT.glob("records/**/README.md")]:
         text = readme.read_text()
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
             assert target.startswith("http") or (readme.parent / target).exists(), (readme, target)
-        for block in report.BLOCK.finditer(text):
+        blocks = [*report.BLOCK.finditer(text)]
+        assert len(blocks) == len(re.findall("^<!-- python", text, re.M)), readme
+        for block in blocks:
             for name in report.PICTURE.findall(block["arguments"]):
                 assert (ROOT / name).stat().st_size < 200_000
                 assert f"]({(ROOT / name).relative_to(readme.parent)})" in text, "not shown"
@@ -414,7 +394,9 @@ def test_stale_text_and_pictures_are_noticed_and_renewed(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)  # restores the folder, which --stale changes
     write_group(tmp_path / "records" / "X", "a", [1.2, 1.3])
-    (tmp_path / "README.md").write_text("nothing made here\n")
+    page, script = tmp_path / "README.md", tmp_path / "train_gpt2.py"
+    page.write_text("<!-- python records/tools/report.py --map -->\n<!-- end -->\n")
+    script.write_text("x\n# ---- One: x ---\nx = 1\n\n\n# ---- Two\ny = 2\n")
     readme, picture = tmp_path / "records" / "X" / "README.md", tmp_path / "records" / "X" / "p.png"
     start = "<!-- python records/tools/report.py records/X --picture records/X/p.png -->\n"
     readme.write_text(f"# A\n{start}<!-- end -->\ntext\n")
@@ -424,23 +406,13 @@ def test_stale_text_and_pictures_are_noticed_and_renewed(tmp_path, monkeypatch):
         assert report.main(["--refresh"]) == 0 and report.main(["--stale"]) == 0
 
     stale_then_renewed()
+    sections = "| lines | section |\n| --- | --- |\n| 2-3 | One: x |\n| 6-7 | Two |\n<!-- end -->"
+    assert sections in page.read_text()
     fresh, before = readme.read_text(), picture.read_bytes()
     assert "| a | 2 | 40 | 1.2500 (sd 0.0707) |" in fresh and fresh.endswith("<!-- end -->\ntext\n")
     readme.write_text(fresh.replace("1.2500", "1.2400"))
-    stale_then_renewed()
-    picture.unlink()
     stale_then_renewed()
     assert (readme.read_text(), picture.read_bytes()) == (fresh, before)
     write_log(tmp_path / "records" / "X" / "a_seed3.txt", 1.4, seed=3)
     stale_then_renewed()
     assert picture.read_bytes() != before
-    for broken in fresh.replace("<!-- end -->\n", ""), fresh.replace(" -->\n", " --> \n", 1):
-        readme.write_text(broken)
-        with pytest.raises(ValueError, match="give each `<!-- python records/tools/TOOL"):
-            report.main(["--refresh"])
-        assert readme.read_text() == broken
-
-
-def test_the_map_lists_the_lines_of_each_section():
-    rows = "| lines | section |\n| --- | --- |\n| 1-2 | One: x |\n| 5-6 | Two |"
-    assert readme_map.file_map("# ---- One: x ---\nx = 1\n\n\n# ---- Two\ny = 2\n") == rows

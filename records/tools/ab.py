@@ -1,10 +1,12 @@
 """Compare commands, settings or edits of train_gpt2.py by interleaved runs on this machine.
 
-    bash run.sh ab "bash run.sh" "bash run.sh --compile=False" --out logs/compile   # arms A and B
-    bash run.sh ab "bash run.sh" --python_b NEW/bin/python --out logs/torch
-    bash run.sh ab "bash run.sh" --arm "no key shift: --key_shift=0" \\
+    bash run.sh ab "python train_gpt2.py --preset=cpu" --arm "eager: --compile=False" \\
         --arm "softcap: softcap.diff" --out logs/arms     # arms that are changes of A
+    bash run.sh ab "python train_gpt2.py" "NEW/bin/python train_gpt2.py" --out logs/torch  # A and B
     bash run.sh ab --logs logs/arms                       # only the table, from the logs
+
+A command starts a script from the current folder, also by `python -m torch.distributed.run ...`.
+`python` is the interpreter that runs this tool.
 
 Each arm runs once per round, with the number of the round as its seed. The order of the arms is
 reversed from round to round, so that a drift of the machine's speed cancels out. Close other
@@ -14,19 +16,17 @@ Called again with the same commands, the tool keeps finished runs and resumes un
 rejects a folder that holds other logs. It deletes nothing but the final weights of its own runs.
 
 Arms are compared by round. Losses: the mean difference from A with its 95% t-interval, and a
-two-sided p that is corrected for the number of arms (Holm). Times and memory: the geometric mean of
-the ratio to A with its 95% t-interval. The time of a run is the median over its steps. Times and
-memory are omitted if a round was interrupted, because its runs were not interleaved.
+two-sided p that is corrected for the number of arms (Holm). Times: the geometric mean of the ratio
+to A with its 95% t-interval. Times are omitted if a round was interrupted, because its runs were
+not interleaved.
 """
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,9 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import report
 from compare import check_comparable, check_finished, check_repetitions, differences
 from report import escaped, markdown
-from runlog import argument_parser, command, packages, read, require
+from runlog import argument_parser, command, logs_in, packages, read, require
 
 with packages():
     from scipy import stats
@@ -52,32 +53,21 @@ class Arm:
 
     name: str
     argv: list
-    environment: dict  # variables to set
-    home: Path  # where the training script runs
     identity: list  # must not change in a continued comparison: command, interpreter, source hash
 
     def log(self, folder, round_):
         return folder / f"{self.name.replace(' ', '_')}_round{round_}.txt"
 
 
-def make_arm(name, text, python, diff=None, folder=None):
-    """Return the Arm of a command. A diff is applied to a copy of its script, in this folder."""
-    argv, environment = shlex.split(text), {"PYTHON": python}
-    if argv[:1] == ["bash"] and Path("".join(argv[1:2])).name == "run.sh":
-        home = Path(argv[1]).resolve().parent
-        script = home / "train_gpt2.py"
-    else:
-        rule = "must be `bash run.sh ...` or `python train_gpt2.py ...`"
-        is_script = argv[:1] == ["python"] and "".join(argv[1:2]).endswith(".py")
-        require(is_script, f"{text!r} {rule}")
-        home, script = Path.cwd(), Path(argv[1])
-        argv[0] = python
+def make_arm(name, text, diff=None, folder=None):
+    """Return the Arm of a command. A diff is applied to a copy of the script in the folder."""
+    argv = [sys.executable if word == "python" else word for word in shlex.split(text)]
+    scripts = [i for i, word in enumerate(argv) if word.endswith(".py")]
+    require(scripts, f"{text!r} names no script: give `python train_gpt2.py ...`")
     if diff:
-        copy = patched(script, diff, folder)
-        argv = [str(copy) if Path(word) == script else word for word in argv]
-        environment["SCRIPT"], script = str(copy), copy  # run.sh reads SCRIPT
-    source = hashlib.sha256(script.read_bytes()).hexdigest()[:16]
-    return Arm(name, argv, environment, home, [text, python, source])
+        argv[scripts[0]] = str(patched(Path(argv[scripts[0]]), diff, folder))
+    source = hashlib.sha256(Path(argv[scripts[0]]).read_bytes()).hexdigest()[:16]
+    return Arm(name, argv, [text, sys.executable, source])
 
 
 def patched(script, diff, folder):
@@ -100,17 +90,16 @@ def patched(script, diff, folder):
     return copy
 
 
-def parse_arm(text):
-    """Return (name, settings, diff) of `name: settings` or `name: file.diff`."""
+def changed_arm(text, base, folder):
+    """Return the Arm of `name: settings` or `name: file.diff`, a change of the command base."""
     name, _, change = (part.strip() for part in text.partition(":"))
-    is_diff = change.endswith(".diff") and Path(change).is_file()
-    settings = shlex.split(change)
+    diff = Path(change) if change.endswith(".diff") and Path(change).is_file() else None
     require(
-        re.fullmatch(r"[\w .+-]+", name)
-        and (is_diff or (settings and all(word.startswith("--") for word in settings))),
+        re.fullmatch(r"[\w .+-]+", name) and (diff or change.startswith("--")),
         f"arm {text!r} must be `NAME: --setting=value ...` or `NAME: FILE.diff`, an existing file",
     )
-    return (name, "", Path(change)) if is_diff else (name, change, None)
+    name = name.replace("_", " ")  # both are written as _ in the names of logs
+    return make_arm(name, base if diff else f"{base} {change}", diff, folder)
 
 
 def run_all(arms, rounds, folder):
@@ -130,9 +119,10 @@ def run_all(arms, rounds, folder):
     for arm in arms:
         known = state["arms"].setdefault(arm.name, arm.identity)
         require(known == arm.identity, f"{arm.name} in {folder} was started as {known}: {fix}")
+    finished = {run.path for run in logs_in(folder) if run.finished}
     for round_ in range(1, rounds + 1):
         in_turn = arms if round_ % 2 else arms[::-1]
-        missing = [arm for arm in in_turn if not is_finished(arm.log(folder, round_))]
+        missing = [arm for arm in in_turn if arm.log(folder, round_) not in finished]
         begun = any(arm.log(folder, round_).exists() for arm in arms)
         state["interrupted"] |= begun and len(missing) > 0
         path.write_text(json.dumps(state, indent=1))
@@ -141,21 +131,14 @@ def run_all(arms, rounds, folder):
         check_comparable([read(arm.log(folder, round_)) for arm in arms])
 
 
-def is_finished(log):
-    with contextlib.suppress(ValueError):  # there is no log, or it does not yet hold the settings
-        return read(log).finished
-    return False
-
-
 def run_once(arm, round_, folder):
     """Run one arm to its end and remove its final weights. Raises ValueError if it fails."""
     log = arm.log(folder, round_)
-    log_dir = os.path.relpath(folder.resolve(), arm.home)  # keeps absolute paths out of the logs
+    log_dir = os.path.relpath(folder)  # keeps absolute paths out of the logs
     argv = [*arm.argv, f"--run_id={log.stem}", f"--log_dir={log_dir}", f"--seed={round_}"]
     if log.exists():
         argv.append("--resume=auto")
-    pipes = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    done = subprocess.run(argv, env=os.environ | arm.environment, **pipes)
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     *_, last_line = ["it printed nothing", *(done.stdout + done.stderr).strip().splitlines()]
     require(done.returncode == 0, f"{shlex.join(argv)} ended with {done.returncode}: {last_line}")
     run = read(log)
@@ -166,37 +149,22 @@ def run_once(arm, round_, folder):
 
 # ---- The table ----------------------------------------------------------------------------------
 def collect(folder):
-    """Return {arm: {round: Run}}, A first. Raises ValueError if they are not comparable."""
-    arms = {"A": {}}
-    for path in sorted(folder.glob("*.txt")):
-        if found := re.fullmatch(r"(.+)_round(\d+)", path.stem):
-            arms.setdefault(found[1].replace("_", " "), {})[int(found[2])] = read(path)
-    rounds = arms["A"].keys()
-    rule = (
-        "must hold at least two arms and two rounds: A_round1.txt, B_round1.txt, A_round2.txt, ..."
-    )
-    require(len(rounds) > 1 and len(arms) > 1, f"{folder} {rule}")
-    for name, runs in arms.items():
-        mismatch = f"{name} has the rounds {sorted(runs)}, not {sorted(rounds)}: run ab.py again"
-        require(runs.keys() == rounds, mismatch)
-        check_repetitions([*runs.values()], OWN_SETTINGS)
-    unknown = check_comparable([run for runs in arms.values() for run in runs.values()])
+    """Return {arm: its runs by round}, A first. Raises ValueError if they are not comparable."""
+    groups = report.collect([str(folder)])
+    base = groups.get("A", [])
+    rule = "must hold at least two arms and two rounds: A_round1.txt, B_round1.txt, A_round2.txt"
+    require(len(base) > 1 and len(groups) > 1, f"{folder} {rule}, ...")
+    rounds = [run.seed for run in base]
+    for name, runs in groups.items():
+        check_repetitions(runs, OWN_SETTINGS)
+        own = [run.seed for run in runs]
+        require(own == rounds, f"{name} has the rounds {own}, not {rounds}: run ab.py again")
+    unknown = check_comparable([run for runs in groups.values() for run in runs])
     require(
         not any("data_hash" in what for what in unknown),
         "no data_hash in common: train all arms on the same data for the same number of steps",
     )
-    return arms
-
-
-def step_ms(run):
-    """Return the ms per step of a run: the median over windows of sqrt(N) of its N steps.
-
-    Windows reduce the rounding error, because logged times are whole milliseconds. A run of few
-    steps is too short for windows: its logged mean is returned.
-    """
-    times = [ms for _, _, ms in run.points["train"]]
-    size = math.isqrt(len(times))
-    return np.median(np.diff(times[::size])) / size if size > 2 else run.ms_per_step
+    return {name.replace("_", " "): runs for name, runs in [("A", base), *groups.items()]}
 
 
 def paired(values):
@@ -218,45 +186,36 @@ def holm(values):
     return corrected
 
 
-METRICS = {  # name: (value of a run, format)
-    "ms a step": (step_ms, "{:.1f}"),
-    "peak memory, MiB": (lambda run: run.peak_memory, "{:.0f}"),
-}
-
-
-def metric_cell(metric, runs, base):
-    """Return the median of a metric and, except for the base, its ratio to the base's."""
-    value, form = METRICS[metric]
-    pairs = [(value(run), value(base[round_])) for round_, run in runs.items()]
-    if any(None in pair for pair in pairs):
+def time_cell(runs, base):
+    """Return the median time per step in ms and, except for the base, its ratio to the base's."""
+    times = [[run.ms_per_step for run in side] for side in (runs, base)]
+    if not all(map(all, times)):  # unknown, or 0
         return "n/a"
-    median = form.format(statistics.median(mine for mine, _ in pairs))
-    if runs is base or any(min(pair) <= 0 for pair in pairs):
+    median = f"{np.median(times[0]):.1f}"
+    if runs is base:
         return median
-    mean, low, high, _ = paired([math.log(mine / other) for mine, other in pairs])
-    return f"{median}, {math.exp(mean):.3f} ({math.exp(low):.3f} to {math.exp(high):.3f})"
+    mean, low, high, _ = np.exp(paired(np.log(np.divide(*times))))
+    return f"{median}, {mean:.3f} ({low:.3f} to {high:.3f})"
 
 
 def table(arms, timed):
     """Return the table of all arms, A first, then by decreasing loss, and their differences."""
     base = arms["A"]
-    first = min(base)
-    losses = {name: np.array([runs[i].val_loss for i in base]) for name, runs in arms.items()}
+    losses = {name: np.array([run.val_loss for run in runs]) for name, runs in arms.items()}
     tests = {name: paired(losses[name] - losses["A"]) for name in arms if name != "A"}
     corrected = dict(zip(tests, holm([p for *_, p in tests.values()])))
     rows, lines = [["A", f"{losses['A'].mean():.4f}", "", ""]], []
     for name, (mean, low, high, _) in sorted(tests.items(), key=lambda item: -item[1][0]):
-        p = "n/a" if math.isnan(corrected[name]) else f"{corrected[name]:.2g}"
+        p = "n/a" if np.isnan(corrected[name]) else f"{corrected[name]:.2g}"
         difference = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
         rows.append([name, f"{losses[name].mean():.4f}", difference, p])
-        found = differences(arms[name][first], base[first], OWN_SETTINGS)
+        found = differences(arms[name][0], base[0], OWN_SETTINGS)
         lines.append(f"{escaped(name)} differs from A in: {escaped(found)}.")
-    metrics = list(METRICS) if timed else []
-    for row in rows:
-        row += [metric_cell(metric, arms[row[0]], base) for metric in metrics]
     head = ["arm", "val loss", "minus A (95%)", "p, corrected"]
-    head += [f"{metric}, ratio (95%)" for metric in metrics]
-    run = base[first]
+    if timed:
+        head.append("ms a step, ratio (95%)")
+        rows = [[*row, time_cell(arms[row[0]], base)] for row in rows]
+    run = base[0]
     size = f"{len(base)} rounds of {run.num_iterations} steps of {run.tokens_per_step:,} tokens"
     lines = [f"{size} on {escaped(str(run.facts.get('device')))}.", *lines]
     return "\n".join([markdown(head, rows), "", *lines])
@@ -266,19 +225,17 @@ def table(arms, timed):
 def parse(argv):
     parser = argument_parser(__doc__)
     add = parser.add_argument
-    add("commands", nargs="*", metavar="COMMAND", help="A, and B if it has a command of its own")
-    forms = "NAME: SETTINGS, or NAME: FILE.diff; may be repeated"
+    add("commands", nargs="*", metavar="COMMAND", help="arms A, B, ..., in this order")
+    forms = "a change of A: NAME: SETTINGS, or NAME: FILE.diff; may be repeated"
     add("--arm", action="append", default=[], help=forms)
     add("--rounds", type=int, default=6, help="default: 6")
-    add("--python_b", help="interpreter of B, which is otherwise that of A")
     folder = parser.add_mutually_exclusive_group(required=True)
     folder.add_argument("--out", type=Path, help="folder for the logs of the runs")
     folder.add_argument("--logs", type=Path, help="only print the table of the logs in this folder")
     options = parser.parse_args(argv)
     if options.out:
-        arms = len(options.commands) + len(options.arm) + bool(options.python_b)
-        if len(options.commands) not in (1, 2) or arms < 2:
-            parser.error("give two commands, or one with --arm or --python_b")
+        if not options.commands or len(options.commands + options.arm) < 2:
+            parser.error("give two commands, or one with --arm")
         if options.rounds < 2 or options.rounds % 2:
             parser.error(f"--rounds={options.rounds} must be 2, 4, ..., so that drift cancels out")
     return options
@@ -288,14 +245,9 @@ def main(argv):
     options = parse(argv)
     folder = options.out or options.logs
     if options.out:
-        first, last = options.commands[0], options.commands[-1]
-        arms = [make_arm("A", first, sys.executable)]
-        if options.python_b or len(options.commands) == 2:
-            arms.append(make_arm("B", last, options.python_b or sys.executable))
+        arms = [make_arm(chr(ord("A") + i), text) for i, text in enumerate(options.commands)]
         with tempfile.TemporaryDirectory() as copies:
-            for name, settings, diff in map(parse_arm, options.arm):
-                text = f"{first} {settings}".strip()
-                arms.append(make_arm(name, text, sys.executable, diff, copies))
+            arms += [changed_arm(text, options.commands[0], copies) for text in options.arm]
             run_all(arms, options.rounds, folder)
     state = folder / STATE  # missing beside older logs, which were never continued
     timed = not (state.exists() and json.loads(state.read_text())["interrupted"])

@@ -9,9 +9,11 @@ below 0.01, otherwise "No record" and status 1.
 
 The tool rejects unfinished or diverged runs, duplicate runs or seeds, and groups whose settings,
 source or torch version vary. It also rejects sides that differ in data, validation tokens,
-sequence_length, target, hardware, number of processes or dtype. With --n, it also rejects a first
+sequence_length, hardware, number of processes or dtype. With --n, it also rejects a first
 group that read more tokens than the second. Losses are in nats per token.
 """
+
+from collections import defaultdict
 
 import numpy as np
 from report import LOSS_DEPENDS_ON, check_equal, collect, escaped, markdown
@@ -26,7 +28,6 @@ COMPARABLE = {  # runs are only compared if these are equal
     "number of validation tokens": lambda run: run.settings.get("val_tokens"),
     "sequence_length": lambda run: run.settings["sequence_length"],
     "hardware": lambda run: run.facts.get("device"),
-    "target": lambda run: run.settings.get("target_val_loss"),
     "schedule": lambda run: f"continued, {run.schedule}" if run.continued else "in one go",
 }
 
@@ -78,28 +79,25 @@ def check_comparable(runs):
 def same_training_data(runs):
     """Raise ValueError if runs read different tokens; return False if the logs cannot tell.
 
-    data_hash is compared wherever two runs logged it after the same number of tokens, because a
-    shorter run reads the beginning of the same stream. Each seed of shuffled runs has a stream of
-    its own. For different streams, only the total number of training tokens is compared.
+    data_hash is compared wherever runs logged it after the same number of tokens, because a shorter
+    run reads the beginning of the same stream. Each seed of shuffled runs has a stream of its own.
+    For different streams, only the total number of training tokens is compared.
     """
-    seen, streams, known = {}, set(), True
+    hashes = defaultdict(dict)  # {(stream, tokens read): {data_hash: path}}
+    shared = {}  # {stream: the numbers of tokens after which all of its runs logged a hash}
     for run in runs:
         digits = max(map(len, run.hashes.values()), default=0)  # old logs hold a longer hash
         stream = digits, run.seed if run.settings.get("shuffle") else None
-        hashes = {(stream, tokens): value for tokens, value in run.hashes.items()}
-        shared = hashes.keys() & seen.keys()
-        for key in shared:
-            value, path = seen[key]
-            require(
-                hashes[key] == value,
-                f"the training data differ: data_hash after {key[1]:,} tokens is {hashes[key]} in "
-                f"{run.path}, {value} in {path}",
-            )
-        known = known and (bool(shared) or stream not in streams)
-        streams.add(stream)
-        seen |= {key: (value, run.path) for key, value in hashes.items()}
+        shared[stream] = run.hashes.keys() & shared.get(stream, run.hashes)
+        for tokens, value in run.hashes.items():
+            hashes[stream, tokens][value] = run.path
+    for (_, tokens), paths in hashes.items():
+        listed = ", ".join(f"{value} in {path}" for value, path in paths.items())
+        where = f"data_hash after {tokens:,} tokens is {listed}"
+        require(len(paths) == 1, f"the training data differ: {where}")
     totals = {run.facts.get("train_tokens") for run in runs}
-    return known and (len(streams) == 1 or (len(totals) == 1 and None not in totals))
+    one_total = len(totals) == 1 and None not in totals
+    return all(shared.values()) and (len(shared) == 1 or one_total)
 
 
 def check(sides, target, n):
@@ -185,8 +183,6 @@ def main(argv):
     sides = []  # (name, runs) of each
     for groups in [collect(logs) for logs in (options.logs, options.against) if logs]:
         sides.append((" + ".join(groups), [run for runs in groups.values() for run in runs]))
-    if len(sides) == 2 and sides[0][0] == sides[1][0]:
-        sides = [(f"{name} ({letter})", runs) for (name, runs), letter in zip(sides, "AB")]
     unknown = check(sides, options.target, options.n)
     groups = [(name, [run.val_loss for run in runs]) for name, runs in sides]
     rows = []

@@ -4,6 +4,7 @@
     python records/tools/report.py muon='records/X/m*.txt' adamw=records/Y --picture curves.png
     python records/tools/report.py logs/RUN.txt --picture now.png       # also during training
     python records/tools/report.py --history                # the table of all records
+    python records/tools/report.py --map                    # the sections of train_gpt2.py
     python records/tools/report.py --refresh                # renew what the READMEs show
 
 LOG is a file, a folder or a quoted glob. `NAME=` before it puts its runs into a group of that name.
@@ -16,8 +17,8 @@ rejected. So must the starts of a resumed run, except that num_iterations may gr
 picture must share val_hash.
 
 In a README, a generated table stands between its command, `<!-- python records/tools/... -->`, and
-`<!-- end -->`. --stale runs these commands, lists those whose output has changed or whose picture
-is missing, and exits with status 1 if there are any. --refresh renews them.
+`<!-- end -->`, each on a line of its own. --stale runs these commands, lists those whose output has
+changed, and exits with status 1 if there are any. --refresh renews the tables and their pictures.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from runlog import ROOT, argument_parser, command, logs_in, natural, packages, read, require
+from runlog import ROOT, argument_parser, command, logs_in, packages, read, require
 
 BLOCK = re.compile(
     r"(?P<start><!-- python records/tools/(?P<tool>\w+)\.py(?P<arguments>[^\n]*) -->\n)"
@@ -41,9 +42,6 @@ BLOCK = re.compile(
     re.S,
 )
 PICTURE = re.compile(r"--picture[ =](\S+)")
-# The colors of Okabe and Ito, which are safe for color blindness: https://jfly.uni-koeln.de/color/
-COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
-MARKERS = "os^Dv<P"
 PIECES = 30  # a picture averages the training loss over this many equal parts of a run
 VALIDATION_TOKENS = "validation tokens (val_hash)"
 LOSS_DEPENDS_ON = {  # losses are only comparable if these are equal
@@ -58,40 +56,34 @@ def or_na(value, form="{}"):
     return "n/a" if value is None else form.format(value)
 
 
-def fact(run, name):
-    return run.facts.get(name, "n/a")
-
-
 def progress(run):
     """Return the steps of a run, and why it has no result if it has none."""
     steps = run.num_iterations
     return f"{steps}" if run.finished else f"{run.last_step} of {steps}, {run.fault}"
 
 
+UNKNOWN = {"device": "n/a", "torch": "n/a"}
 COLUMNS = {  # name: text of a run
-    "seed": lambda run: or_na(run.seed),
+    "seed": lambda run: f"{run.seed}",
     "steps": progress,
     "val loss": lambda run: or_na(run.val_loss, "{:.4f}"),
-    "train time": lambda run: "n/a" if run.train_ms is None else f"{run.train_ms / 1000:.0f} s",
+    "train time": lambda run: or_na(run.train_seconds, "{:.0f} s"),
     "ms/step": lambda run: or_na(run.ms_per_step, "{:.1f}"),
     "peak memory": lambda run: or_na(run.peak_memory, "{} MiB"),
-    "hardware": lambda run: f"{fact(run, 'device')}, torch {fact(run, 'torch')}",
-    "processes": lambda run: fact(run, "processes"),
-    "commit": lambda run: re.sub(r"\b(\w{9})\w+", r"\1", fact(run, "commit")),
-    "val hash": lambda run: fact(run, "val_hash"),
+    "hardware": lambda run: "{device}, torch {torch}".format_map(UNKNOWN | run.facts),
 }
 
 
 # ---- Groups of runs ------------------------------------------------------------------------------
 def collect(arguments):
-    """Return {group: [Run]} of LOG arguments. Raises ValueError for one that names no log."""
+    """Return {group: [Run]} for LOG arguments. Raises ValueError if one names no log."""
     found = {}  # {path: (group or None, Run)}
     for argument in arguments:
         name, _, pattern = argument.partition("=")
         if not pattern or "/" in name:
             name, pattern = None, argument
         runs = []
-        for path in map(Path, sorted(glob.glob(pattern), key=natural)):
+        for path in map(Path, sorted(glob.glob(pattern))):
             runs += logs_in(path) if path.is_dir() else [read(path)]
         require(runs, f"no log at {pattern!r}: name a log, a folder or a glob of logs")
         for run in runs:
@@ -101,21 +93,22 @@ def collect(arguments):
 
 
 def grouped(named):
-    """Return {group: [Run]} of (name or None, Run). Folders tell apart groups with equal labels."""
+    """Return {group: runs sorted by seed} from pairs of a group's name, or None, and a Run.
+
+    The folder is part of the name if several folders hold runs of equal label. Raises ValueError
+    unless the losses of each group are comparable.
+    """
     folders = Counter(label for label, _ in {(run.label, run.path.parent) for _, run in named})
     groups = {}
     for name, run in named:
         own = run.label if folders[run.label] == 1 else f"{run.path.parent.name}/{run.label}"
         groups.setdefault(name or own, []).append(run)
-    return groups
-
-
-def check(groups):
-    """Raise ValueError unless the losses of each group are comparable."""
     for runs in groups.values():
+        runs.sort(key=lambda run: run.seed)
         for what, value_of in LOSS_DEPENDS_ON.items():
             check_equal(what, value_of, runs)
         check_equal("num_iterations", lambda run: run.schedule, runs)
+    return groups
 
 
 def check_equal(what, value_of, runs):
@@ -161,24 +154,18 @@ def median_of(values, form):
 
 
 def table(groups):
-    """Return a row per run, below one line of the values that all runs share."""
+    """Return a row per run."""
     rows = []
     for group, runs in groups.items():
-        rows += [{"group": group} | {name: of(run) for name, of in COLUMNS.items()} for run in runs]
-    shared = {}
-    if len(rows) > 1:
-        shared = {name: rows[0][name] for name in COLUMNS if len({row[name] for row in rows}) == 1}
-    head = [name for name in rows[0] if name not in shared]
-    text = markdown(head, [[row[name] for name in head] for row in rows])
-    values = ", ".join(f"{name} {escaped(value)}" for name, value in shared.items())
-    return f"All runs: {values}.\n\n{text}" if shared else text
+        rows += [[group, *(text_of(run) for text_of in COLUMNS.values())] for run in runs]
+    return markdown(["group", *COLUMNS], rows)
 
 
 def summary(groups):
     """Return a row per group: n, steps, loss, median times."""
     rows = []
     for group, runs in groups.items():
-        times = [run.train_ms / 1000 if run.finished else None for run in runs]
+        times = [run.train_seconds if run.finished else None for run in runs]
         per_step = median_of([run.ms_per_step for run in runs], "{:.1f}")
         n, steps = f"{len(runs)}", f"{runs[0].num_iterations}"
         rows.append([group, n, steps, loss_of(runs), median_of(times, "{:.0f} s"), per_step])
@@ -209,7 +196,6 @@ def history():
         title = (folder / "README.md").read_text().partition("\n")[0][2:]
         record = [folder.name[:10], f"[{title}]({folder.name})"]
         groups = groups_of_record(folder)
-        check(groups)
         if not groups:
             rows.append([*record, "no training runs", *[""] * 5])
         for group, runs in groups.items():
@@ -237,19 +223,21 @@ def curve(run, kind):
 
 
 def draw(groups, path):
-    """Draw the losses of all runs against the tokens that they read."""
+    """Draw the losses of all runs against the number of tokens read."""
     with packages():
+        from matplotlib import style
         from matplotlib.figure import Figure
+    style.use("tableau-colorblind10")
     runs = [run for own in groups.values() for run in own]
     check_equal(VALIDATION_TOKENS, LOSS_DEPENDS_ON[VALIDATION_TOKENS], runs)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, (name, own) in enumerate(groups.items()):
-        look = dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)], markersize=4)
+        look = dict(color=f"C{i}", marker="o", markersize=4)
         for run in own:
-            for kind, style in ("train", {"linestyle": ":", "marker": ""}), ("val", {}):
+            for kind, change in ("train", {"linestyle": ":", "marker": ""}), ("val", {}):
                 steps, losses = curve(run, kind)
-                axes.plot(steps * run.tokens_per_step, losses, linewidth=1, **look | style)
+                axes.plot(steps * run.tokens_per_step, losses, linewidth=1, **look | change)
         result = loss_of(own) if len(own) > 1 or own[0].finished else progress(own[0])
         axes.plot([], [], label=f"{name}: {result}, n={len(own)}".replace("$", r"\$"), **look)
     axes.set(xlabel="tokens read", ylabel="loss, nats per token", xlim=(0, None))
@@ -264,6 +252,18 @@ def draw(groups, path):
 
 
 # ---- READMEs -------------------------------------------------------------------------------------
+def file_map():
+    """Return the table of the sections of train_gpt2.py, which begin with ruler lines."""
+    source = (ROOT / "train_gpt2.py").read_text()
+    before, *parts = re.split(r"^# ---- (.+?)[ -]*\n", source, flags=re.M)
+    first, rows = before.count("\n") + 1, []
+    for title, text in zip(parts[::2], parts[1::2]):
+        last = first + len(text.rstrip().splitlines())
+        rows.append([f"{first}-{last}", title])
+        first += text.count("\n") + 1
+    return markdown(["lines", "section"], rows)
+
+
 def run_block(tool, arguments):
     """Return what a command of a README prints."""
     printed = io.StringIO()
@@ -273,28 +273,21 @@ def run_block(tool, arguments):
 
 
 def outdated(readme, write):
-    """Return the commands of a README whose output has changed or whose picture is missing.
+    """Return the commands of a README whose output has changed.
 
-    With write, renew both.
+    With write, renew the tables that have changed, and their pictures.
     """
     stale = []
 
     def renew(block):
-        tool, arguments = block["tool"], block["arguments"]
-        picture = PICTURE.search(arguments)
-        text = run_block(tool, PICTURE.sub("", arguments))
-        if text != block["text"] or (picture and not Path(picture[1]).exists()):
+        text = run_block(block["tool"], PICTURE.sub("", block["arguments"]))
+        if text != block["text"]:
             stale.append(f"{readme.relative_to(ROOT)}: {block['start'].strip()}")
-            if write and picture:
-                run_block(tool, arguments)
+            if write:
+                run_block(block["tool"], block["arguments"])  # draws the picture
         return block["start"] + text
 
     before = readme.read_text()
-    require(
-        len(BLOCK.findall(before)) == len(re.findall("^<!-- python", before, re.M)),
-        f"{readme}: give each `<!-- python records/tools/TOOL.py ... -->` a line, and "
-        f"`<!-- end -->` one below",
-    )
     after = BLOCK.sub(renew, before)
     if write and after != before:
         readme.write_text(after)
@@ -303,37 +296,33 @@ def outdated(readme, write):
 
 def parse(argv):
     parser = argument_parser(__doc__)
-    parser.add_argument("logs", nargs="*", metavar="LOG")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("logs", nargs="*", default=[], metavar="LOG")
+    for name in ("history", "map", "refresh", "stale"):
+        task.add_argument(f"--{name}", action="store_true", help="see above")
     parser.add_argument("--picture", help="PNG file to draw")
     parser.add_argument("--summary", action="store_true", help="print only the table of groups")
-    for name in ("history", "refresh", "stale"):
-        parser.add_argument(f"--{name}", action="store_true", help="see above")
-    options = parser.parse_args(argv)
-    if not (options.logs or options.history or options.refresh or options.stale):
-        parser.error("name logs, or --history, --refresh or --stale")
-    return options
+    return parser.parse_args(argv)
 
 
 def main(argv):
     options = parse(argv)
-    if not options.logs:
-        os.chdir(ROOT)  # the READMEs name files from there
-    if options.history:
-        print(history())
-    if options.refresh or options.stale:
-        readmes = [ROOT / "README.md", *sorted((ROOT / "records").rglob("README.md"))]
-        stale = [line for path in readmes for line in outdated(path, options.refresh)]
-        print("\n".join(stale) or "everything is up to date")
-        return int(options.stale and bool(stale))
     if options.logs:
         groups = collect(options.logs)
-        check(groups)
         if not options.summary:
             print(table(groups) + "\n")
         print(summary(groups))
         if options.picture:
             draw(groups, options.picture)
-    return 0
+        return 0
+    os.chdir(ROOT)  # the READMEs name files from there
+    if options.history or options.map:
+        print(history() if options.history else file_map())
+        return 0
+    readmes = [ROOT / "README.md", *sorted((ROOT / "records").rglob("README.md"))]
+    stale = [line for path in readmes for line in outdated(path, options.refresh)]
+    print("\n".join(stale) or "everything is up to date")
+    return int(options.stale and bool(stale))
 
 
 if __name__ == "__main__":

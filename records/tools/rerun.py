@@ -2,10 +2,10 @@
 
     bash run.sh records/<date>_<Name> [NAME] [--field=value ...]
 
-NAME is a run of the record or a group of them, such as seeds/B_round5, muon_seed3 or muon. By
-default it is the experiment with the most seeds. The source and the settings come from the log, so
-the code in the log is executed: only rerun logs that you trust. Settings given here, such as
---seed=11, override them; those that would make it another experiment are rejected.
+NAME is a log of the record, such as seeds/B_round5 or muon_seed3. By default, it is a log of the
+experiment with the most seeds. The source and the settings come from the log, so the code in the
+log is executed: only rerun logs that you trust. Settings given here, such as --seed=11, override
+them; those that would make it another experiment are rejected.
 
 The new loss is compared with the 99% prediction interval of all runs of the experiment, one per
 seed (Student's t). The exit status is 0 if it is within, otherwise 1. For an experiment with one
@@ -37,36 +37,23 @@ def choose(folder, name):
     """Return (the run to repeat, the runs of its experiment with one run per seed)."""
     require(folder.is_dir(), f"{folder} is no folder: give one of records/")
     # A single command cannot repeat a run that was continued.
-    runs = [run for run in logs_in(folder) if not run.continued]
+    runs = {f"{run.path.relative_to(folder).with_suffix('')}": run for run in logs_in(folder)}
+    runs = {name: run for name, run in runs.items() if not run.continued}
     require(runs, f"{folder} holds no log of a training run: its README says how it was measured")
-    named = {}
-    for run in runs:
-        place = run.path.relative_to(folder).parent
-        for label in run.label, run.path.stem:
-            named.setdefault(str(place / label), []).append(run)
-    require(name in (None, *named), f"{folder} has no run {name!r}: give one of {[*named]}")
+    require(name in (None, *runs), f"{folder} has no run {name!r}: give one of {[*runs]}")
 
     def repetitions(run):
-        alike = [other for other in runs if differences(run, other) == "nothing"]
+        alike = [other for other in runs.values() if differences(run, other) == "nothing"]
         for value in COMPARABLE.values():
             alike = [other for other in alike if value(other) == value(run)]
         return list({other.seed: other for other in alike}.values())
 
-    run = max(named[name] if name else runs, key=lambda run: len(repetitions(run)))
+    run = runs[name] if name else max(runs.values(), key=lambda run: len(repetitions(run)))
     group = repetitions(run)
     for other in group:
         check_finished(other)
     check_comparable(group)
     return run, group
-
-
-def unpack(run, folder):
-    """Write the logged sources, laid out as in the repository; return the script's path."""
-    for name, text in run.sources.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder / next(iter(run.sources))
 
 
 def arguments_of(run):
@@ -81,8 +68,12 @@ def repeat(run, fields, log_dir):
     processes = int(run.facts.get("processes", 1))
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     with tempfile.TemporaryDirectory() as folder:
-        script = unpack(run, Path(folder))
-        argv = [sys.executable, *(launch if processes > 1 else []), str(script)]
+        for source, text in run.sources.items():  # laid out as in the repository
+            path = Path(folder, source)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        script = f"{folder}/{next(iter(run.sources))}"
+        argv = [sys.executable, *(launch if processes > 1 else []), script]
         argv += [*arguments_of(run), *fields, f"--run_id={name}", f"--log_dir={log_dir}"]
         done = subprocess.run(argv)
     require(done.returncode == 0, f"the repetition ended with exit status {done.returncode}")
@@ -107,8 +98,8 @@ def judge(again, run, group):
     known = same_training_data([run, again])
     require(known, "the logs share no data_hash, so the data are not comparable")
     for name, one in (f"{run.path}", run), ("again", again):
-        seconds = one.train_ms / 1000
-        print(f"{name}: seed {one.seed}, loss {one.val_loss:.4f}, {seconds:.0f} s of training")
+        took = f"{one.train_seconds:.0f} s of training"
+        print(f"{name}: seed {one.seed}, loss {one.val_loss:.4f}, {took}")
     if len(group) < 2:
         print("only one seed, so there is no spread to compare with")
         return 0

@@ -21,7 +21,7 @@ PEAK_FLOPS = {
 POINT = re.compile(
     r"step:(?P<step>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
-    r"(?: data_hash:(?P<hash>\w+))?(?: lr:(?P<lr>\S+))?"
+    r"(?: data_hash:(?P<hash>\w+))?"
 )
 FACT = re.compile(  # name:value, before the first step and after the last one
     r"(?:^| )(torch|commit|device|processes|products|train_tokens|val_hash|peak_memory)"
@@ -84,7 +84,7 @@ def require(condition, sentence):
 
 @dataclass
 class Run:
-    """One run. Losses are in nats per token, times in ms. Values missing from the log are None."""
+    """One run. Losses are in nats per token. Values missing from the log are None."""
 
     path: Path
     sources: dict  # {path: text} as logged; the first is the training script
@@ -95,7 +95,7 @@ class Run:
     points: dict = field(default_factory=lambda: {"train": [], "val": []})  # (step, loss, ms)
     hashes: dict = field(default_factory=dict)  # {tokens read: data_hash}
     last_step: int = 0  # of the last point
-    train_ms: float = None  # at the last point
+    train_seconds: float = None  # at the last point
     ms_per_step: float = None  # mean, as logged
 
     seed = property(lambda self: self.settings.get("seed"))
@@ -180,8 +180,9 @@ def add_point(run, found):
         run.points["train"] = [p for p in run.points["train"] if p[0] <= last_train]
         run.points["val"] = [p for p in run.points["val"] if p[0] < step]
         run.hashes = {n: value for n, value in run.hashes.items() if n < step * run.tokens_per_step}
-    run.last_step, run.train_ms, average = step, float(found["ms"]), float(found["average"])
-    run.points[kind].append((step, loss, run.train_ms))
+    ms, average = float(found["ms"]), float(found["average"])
+    run.last_step, run.train_seconds = step, ms / 1000
+    run.points[kind].append((step, loss, ms))
     run.ms_per_step = None if math.isnan(average) else average
     if found["hash"] and step:
         run.hashes[step * run.tokens_per_step] = found["hash"]
@@ -199,7 +200,8 @@ def read(path):
         for line in text.splitlines():
             if found := POINT.match(line):
                 add_point(run, found)
-        require(isinstance(run.tokens_per_step + run.num_iterations, int), "not a number of steps")
+        integers = run.tokens_per_step + run.num_iterations + run.seed
+        require(isinstance(integers, int), "a setting is not an integer")
     # Python's parser raises the last two for expressions that are nested too deeply.
     except (ValueError, KeyError, IndexError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ValueError(
@@ -214,10 +216,5 @@ def logs_in(folder):
 
     Raises ValueError for a damaged log: silently omitting a run would bias the result.
     """
-    paths = [path for path in sorted(Path(folder).rglob("*.txt"), key=natural) if path.is_file()]
+    paths = [path for path in sorted(Path(folder).rglob("*.txt")) if path.is_file()]
     return [read(path) for path in paths if "\nhyperparameter " in path.read_text(errors="replace")]
-
-
-def natural(path):
-    """Return a sort key that places seed2 before seed10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
