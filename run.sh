@@ -8,8 +8,7 @@
 # bash run.sh check|profile [--name=value ...]   can this run start here, and where does time go?
 # bash run.sh TOOL [...]             pack, or any tool in records/tools: sample, evaluate, report, ...
 # bash run.sh records/<date>_<Name>  train a record again: is the loss within its spread?
-# bash run.sh data                   only prepare the data of the CPU record
-# NPROC=n sets the number of processes, PYTHON=... the interpreter, SCRIPT=... a copy of train_gpt2.py.
+# NPROC=n sets the number of processes, PYTHON=... the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -110,7 +109,6 @@ check | profile)
     [ "$gpus" -gt 0 ] || pack_torch_sources
     [ "$1" = check ] || tool=records/tools/step_profile.py
     launch "$tool" "${@:2}" ;;
-data) pack_torch_sources ;;
 pack) exec "$python" data/pack.py "${@:2}" ;;
 records/*) exec "$python" records/tools/rerun.py "$@" ;;
 *)
@@ -133,19 +131,16 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
         echo "training GPT-2 124M on FineWeb; Ctrl-C saves a checkpoint and exits"
         fetch_fineweb "$answer" ;;
     esac
-    # Without arguments, the CPU record ends with a sample. Signals are passed on to the training.
-    script=${SCRIPT:-train_gpt2.py}
-    [ "$gpus $#" = "0 0" ] || launch "$script" "$@"
+    [ "$gpus $#" = "0 0" ] || launch train_gpt2.py "$@"
+    # Without arguments, the CPU record ends with a sample, unless a signal stops the training.
     signals=0
-    trap 'signals=$((signals + 1)); kill "${training:-}" 2>/dev/null || :' TERM HUP USR1
-    trap 'signals=$((signals + 1))' INT  # a terminal sends it to the training, too
-    launch "$script" &
-    training=$!
+    trap 'signals=$((signals + 1)); kill $! 2>/dev/null || :' TERM INT HUP USR1
+    launch train_gpt2.py &
     waits=none
     while [ "$waits" != "$signals" ]; do  # a signal interrupts wait
         waits=$signals
         status=0
-        wait "$training" || status=$?
+        wait $! || status=$?
     done
     [ "$status$signals" = 00 ] || exit "$status"
     "$python" records/tools/sample.py "def " ;;
