@@ -88,7 +88,7 @@ def test_the_batches_of_all_ranks_are_the_stream(tmp_path, sizes, T, runs):
     assert common_state(whole) == state
 
 
-# ---- The hash of all tokens so far, and the fingerprint of the latest ----------------------------
+# ---- The hash of all tokens so far, and the fingerprint of the latest ---------------------------
 def test_the_hash_depends_on_every_token_and_on_the_order(tmp_path):
     def data_hash(tokens):
         loader = open_ranks(fresh_shards(tmp_path, [tokens]), 4, 5, 1)[0]
@@ -128,7 +128,7 @@ def test_a_state_of_other_tokens_is_rejected(tmp_path):
         restored(stream, position=130)
 
 
-# ---- Damaged and changing files ------------------------------------------------------------------
+# ---- Damaged and changing files -----------------------------------------------------------------
 def is_rejected(path):
     """Return whether a file is not a shard; train_gpt2.py and data/shards.py must agree."""
     try:
@@ -257,7 +257,7 @@ def test_an_id_beyond_the_vocabulary_never_reaches_the_device(tmp_path):
         loader.next_batch()
 
 
-# ---- Shuffled sequences --------------------------------------------------------------------------
+# ---- Shuffled sequences -------------------------------------------------------------------------
 def shuffled(pattern, seed=7, world_size=1, rank=0, position=0):
     return DistributedDataLoader(
         pattern, 4, 5, rank, world_size, CPU, shuffle_seed=seed, position=position

@@ -43,7 +43,7 @@ import train_gpt2
 from train_gpt2 import Hyperparameters, UserError, parse_args
 
 
-# ---- Faults injected by editing the script -------------------------------------------------------
+# ---- Faults injected by editing the script ------------------------------------------------------
 def faulty_script(folder, fault, when="step == 4", rank=0):
     """Return a copy of the script in which a rank runs `fault` before a step, after saving."""
     condition = f'{when} and os.environ.get("RANK", "0") == "{rank}"'
@@ -157,7 +157,7 @@ def test_one_process_stops_between_micro_batches_and_in_validations(dtype, tiny,
         folder = tmp_path / "logs" / part["run_id"]
         assert checkpoints(folder) == [f"state_step{step:010d}.pt"]
         state = torch.load(folder / f"state_step{step:010d}.pt", weights_only=True)
-        assert (state["train_seconds"] > 0) == (step > 0), "half a step is not training time"
+        assert (state["train_seconds"] > 0) == (step > 0), "an unfinished step counts no time"
         assert run_here(part) is not None
         resumed = last_bits(folder)
         for expected, optimizer in zip(whole["optimizers"], resumed["optimizers"]):
@@ -225,7 +225,7 @@ def test_a_stopped_run_prints_its_checkpoint_and_the_command_to_continue(
     assert train_gpt2.resume_command("x", 2) == "NPROC=2 bash run.sh --run_id=x --resume=auto"
 
 
-# ---- Ranks that are killed, stuck or different -------------------------------------------------
+# ---- Ranks that are killed, stuck or different --------------------------------------------------
 NOT_FINITE = "gpt.h[1].mlp.c_fc.weight.register_hook(lambda grad: grad * {})"
 MISTAKE = "raise ValueError('my mistake')"
 FAULTS = {  # what a rank does at step 4, number of processes, the rank, how the run ends
