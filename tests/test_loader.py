@@ -238,7 +238,7 @@ def test_a_shard_that_changes_while_in_use_is_an_error(tmp_path, change):
     assert (np.concatenate(seen) == stream[:6000]).all()
     before = path.stat()
     CHANGES[change](path)
-    if change in ("replaced", "truncated"):  # these are also noticed by other signs than the time
+    if change in ("replaced", "truncated"):  # noticed even with the old time
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     phrase = r"s_1\.bin (changed while in use|is not a complete shard|is not a file)"
     with pytest.raises(UserError, match=phrase):

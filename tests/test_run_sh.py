@@ -34,7 +34,8 @@ def run_sh(folder, *arguments, gpus=0, stdin=subprocess.DEVNULL, **changes):
     Returns (exit status, lines of stdout, stderr). changes: environment variables.
     """
     shutil.copy(ROOT / "run.sh", folder)
-    for path in *ROOT.glob("records/tools/*.py"), *ROOT.glob("**/requirements.txt"):
+    requirements = ROOT / "requirements.txt", *ROOT.glob("*/requirements.txt")
+    for path in *ROOT.glob("records/tools/*.py"), *requirements:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.touch()
