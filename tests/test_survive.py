@@ -303,9 +303,9 @@ def test_three_machines_need_the_same_shards(tokens, sentence, tiny, tmp_path):
         write_shard(folder / "s_0.bin", np.arange(3000) % 61)
         write_shard(folder / "s_1.bin", tokens if rank == 2 else range(64))
     join = "    rank, world_size, device = join_processes(args)\n"
-    local = f"    os.chdir('{tmp_path}/' + str(rank))\n"
+    local = f"    os.chdir('{tmp_path}/' + os.environ['RANK'])\n"
     local += "    os.environ.update(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
-    script = edited_script(tmp_path, (join, join + local))
+    script = edited_script(tmp_path, (join, local + join))
     fields = {**tiny, "train_files": "s_*.bin", "comm_timeout": 20, "save_every": 6}
     done = run_forked({**fields, "run_id": "three"}, 3, script)
     if sentence:
