@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# bash run.sh [--name=value ...]     train the record of this machine. With GPUs: GPT-2 124M on FineWeb
-#     (loss 3.2755 after 12.0 minutes on 8xH100, says the public log). It asks before it downloads
-#     5.6 GB; --yes skips the question. Without: 0.4M parameters and a table of n-grams on Python
-#     sources (loss 1.2936, n=10, sd 0.0129, after 2 minutes on 2 cores)
+# bash run.sh [--name=value ...]     train the record for this machine. With GPUs, it is GPT-2 124M
+#     on FineWeb (loss 3.2755 after 12.0 minutes on 8xH100, according to the public log). run.sh asks
+#     before it downloads 5.6 GB, unless --yes is given. Without GPUs, it is a model of Python sources
+#     with 0.4M parameters and an n-gram table (loss 1.2936, n=10, sd 0.0129, in 2 min on 2 cores).
 # bash run.sh --preset=text          train on your own text, which `bash run.sh pack` prepares
 # bash run.sh test [...]             run the test suite, or pytest with these arguments
-# bash run.sh check|profile [--name=value ...]   can this run start here, and where does time go?
-# bash run.sh TOOL [...]             pack, or any tool in records/tools: sample, evaluate, report, ...
-# bash run.sh records/<date>_<Name>  train a record again: is the loss within its spread?
-# bash run.sh data                   only prepare the data of the CPU record
-# NPROC=n sets the number of processes, PYTHON=... the interpreter, SCRIPT=... a copy of train_gpt2.py.
+# bash run.sh check [--name=value ...]     check that a run with these settings can start here
+# bash run.sh profile [--name=value ...]   show where the time of a step goes
+# bash run.sh TOOL [...]             run pack or a tool in records/tools: sample, evaluate, ...
+# bash run.sh records/<date>_<Name>  train a record again and compare the loss with its spread
+# The environment variables NPROC and PYTHON set the number of processes and the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# The command that a stopped run prints for resuming; exported where a run starts
+# A stopped run prints this command for resuming. It is exported where a run starts.
 RUN_COMMAND="${PYTHON:+PYTHON=$PYTHON }${NPROC:+NPROC=$NPROC }bash run.sh"
 [ $# -eq 0 ] || RUN_COMMAND+=$(printf ' %q' "$@")
 
@@ -23,7 +23,7 @@ fail() {
 }
 
 [[ ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]] ||
-    fail "NPROC=$NPROC must be a number of processes from 1 to 9999; unset, it is one for each GPU"
+    fail "NPROC=$NPROC must be a number of processes from 1 to 9999; unset it to start one per GPU"
 
 # Use the packages of $PYTHON, or install them into .venv if one is missing.
 python=${PYTHON:-python3}
@@ -48,12 +48,12 @@ fi
 count_gpus() {
     gpus=0
     case " $* " in
-    *" --preset"[=\ ]"cpu "*) ;;  # the CPU record, also beside GPUs
+    *" --preset"[=\ ]"cpu "*) ;;  # the CPU record, even if there are GPUs
     *) gpus=$("$python" -c "import torch; print(torch.cuda.device_count())") ;;
     esac
 }
 
-# Start a script in NPROC processes; by default in as many as there are GPUs, or one.
+# Replace the shell by a script in NPROC processes; the default is one per GPU, or one.
 launch() {
     local processes=${NPROC:-$gpus} torchrun=
     [ "$gpus" -gt 0 ] || set -- "$1" --preset=cpu "${@:2}"
@@ -62,8 +62,8 @@ launch() {
     exec "$python" $torchrun "$@"
 }
 
-# Tell whether data/torch_sources holds the CPU record's data: the manifest lists their sha256, and
-# shards.py compares it with the files.
+# Succeed if data/torch_sources holds the CPU record's data: the manifest has the right sha256
+# values, and shards.py finds that the files match it.
 is_the_records() {
     local manifest=data/torch_sources/manifest.json
     grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 $manifest &&
@@ -84,7 +84,7 @@ pack_torch_sources() {
             "so the loss is not comparable"
 }
 
-# Ask before downloading FineWeb if training shards are missing. $1: the answer, if known.
+# Download FineWeb, asking first if training shards are missing. $1: the answer, if known.
 fetch_fineweb() {
     local answer=$1
     if [ "$(ls data/fineweb10B/fineweb_train_*.bin 2>/dev/null | wc -l)" -lt 27 ]; then
@@ -110,7 +110,6 @@ check | profile)
     [ "$gpus" -gt 0 ] || pack_torch_sources
     [ "$1" = check ] || tool=records/tools/step_profile.py
     launch "$tool" "${@:2}" ;;
-data) pack_torch_sources ;;
 pack) exec "$python" data/pack.py "${@:2}" ;;
 records/*) exec "$python" records/tools/rerun.py "$@" ;;
 *)
@@ -133,19 +132,16 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
         echo "training GPT-2 124M on FineWeb; Ctrl-C saves a checkpoint and exits"
         fetch_fineweb "$answer" ;;
     esac
-    # Without arguments, the CPU record ends with a sample. Signals are passed on to the training.
-    script=${SCRIPT:-train_gpt2.py}
-    [ "$gpus $#" = "0 0" ] || launch "$script" "$@"
+    [ "$gpus $#" = "0 0" ] || launch train_gpt2.py "$@"
+    # Without arguments, the CPU record ends with a sample, unless a signal stops the training.
     signals=0
-    trap 'signals=$((signals + 1)); kill "${training:-}" 2>/dev/null || :' TERM HUP USR1
-    trap 'signals=$((signals + 1))' INT  # a terminal sends it to the training, too
-    launch "$script" &
-    training=$!
+    trap 'signals=$((signals + 1)); kill $! 2>/dev/null || :' TERM INT HUP USR1
+    launch train_gpt2.py &
     waits=none
     while [ "$waits" != "$signals" ]; do  # a signal interrupts wait
         waits=$signals
         status=0
-        wait "$training" || status=$?
+        wait $! || status=$?
     done
     [ "$status$signals" = 00 ] || exit "$status"
     "$python" records/tools/sample.py "def " ;;

@@ -1,4 +1,4 @@
-"""Shared helpers: shards and settings of a tiny run, runs in other processes, what runs leave."""
+"""Shared helpers: tiny runs, in this process and in others, and what they leave behind."""
 
 import gc
 import math
@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +29,7 @@ for folder in "", "data", "records/tools", "tests/bench":
 
 import train_gpt2  # noqa: E402
 
-STEP = "        lr_scale = lr_multiplier(step, args)\n"  # the line of train() that begins a step
+STEP = "        lr_scale = lr_multiplier(step, args)\n"  # in train(), where a step begins
 KILL = STEP + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
@@ -44,7 +43,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def pytorchs_own_settings():
-    """A test begins with PyTorch's own settings, whatever configure_backend has made of them."""
+    """Restore the global options of PyTorch that configure_backend sets."""
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     torch.use_deterministic_algorithms(False)
@@ -64,7 +63,7 @@ def write_shard(path, tokens):
 
 @pytest.fixture
 def tiny(tmp_path):
-    """Settings of a tiny run on a text with structure: three shards and a validation shard."""
+    """Settings of a tiny run on predictable tokens: three shards and a validation shard."""
     generator = np.random.default_rng(0)
     steps = generator.integers(1, 4, size=4000)
     stream = np.cumsum(steps) % 64
@@ -110,7 +109,7 @@ def plain_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pieces_run(tmp_path_factory):
-    """As plain_run, with n-grams, a key shift and a soft-cap."""
+    """Like plain_run, with an n-gram table, a key shift and a soft-cap."""
     return train_on_bytes(tmp_path_factory.mktemp("pieces"), **PIECES)
 
 
@@ -120,7 +119,7 @@ def trained_run(request):
 
 
 def small_state(**settings):
-    """Return what a file of weights holds, of a small model that was not trained."""
+    """Return the contents of model.pt for a small untrained model."""
     shape = dict(vocab_size=257, n_layer=1, n_head=1, n_embd=4, sequence_length=16)
     args = train_gpt2.Hyperparameters(**shape | settings)
     model = train_gpt2.GPT(args).state_dict()
@@ -128,9 +127,9 @@ def small_state(**settings):
 
 
 def write_weights(path, state):
-    """Write a file of weights as a run does; return its path."""
+    """Write model.pt as a run does; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = train_gpt2.Log(train_gpt2.Hyperparameters(), "x", rank=1)  # which writes nothing
+    log = train_gpt2.Log(train_gpt2.Hyperparameters(), "x", rank=1)  # writes no log
     assert train_gpt2.write_checkpoint(state, path, log)
     return path
 
@@ -146,16 +145,16 @@ def gpt2_vocabulary(monkeypatch):
 def pytest_addoption(parser):
     parser.addoption(
         "--cuda_tests_on", default="cuda", choices=("cuda", "cpu"),
-        help="cpu: try the tests of tests/test_cuda.py without a GPU",
+        help="cpu: run tests/test_cuda.py without a GPU, as far as possible",
     )  # fmt: skip
 
 
 @pytest.fixture
 def device(request):
-    """The device of a CUDA test, free of the graphs and the memory of the tests before it."""
+    """The device of a CUDA test, without compiled graphs or memory of earlier tests."""
     kind = request.config.getoption("cuda_tests_on")
     if kind == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device here; --cuda_tests_on=cpu tries what can run without")
+        pytest.skip("no CUDA device; --cuda_tests_on=cpu runs some of these tests without one")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
@@ -165,11 +164,12 @@ def device(request):
 
 
 def _script_main(script, arguments, environment, output):
-    """Run a script as python would, with its output in the files output.stdout and .stderr."""
+    """Run a script as `python script` does, redirecting to output.stdout and output.stderr."""
     for stream, name in (sys.stdout, "stdout"), (sys.stderr, "stderr"):
         stream.flush()
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
+    signal.alarm(120)  # kills a process that hangs
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may ignore SIGINT
     os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
@@ -178,7 +178,7 @@ def _script_main(script, arguments, environment, output):
 
 
 class StopAfter(train_gpt2.StopRequest):
-    """Stops a run as a signal does that comes after so many of its steps or forward passes."""
+    """Acts as if a signal arrived after this many steps or forward passes."""
 
     def __init__(self, steps=math.inf, passes=math.inf):
         super().__init__()
@@ -197,12 +197,12 @@ class StopAfter(train_gpt2.StopRequest):
         super().check()
 
 
-def run_forked(settings, processes=1, script=SCRIPT, timeout=120, flags=()):
-    """Run a script with these settings in processes forked from one that has imported torch.
+def run_forked(settings, processes=1, script=SCRIPT):
+    """Run a script in processes forked from one that has imported torch, which saves seconds.
 
-    This saves seconds. As under torchrun, the store outlives a rank that fails first. The
-    environment is that of the first call of run_forked, and the variables that torchrun sets.
-    returncode is that of the first rank that failed; that of a signal is negative.
+    As under torchrun, the store outlives a rank that fails first. The environment is that of the
+    first call of run_forked, plus the variables that torchrun sets. returncode is that of the first
+    rank that failed, negative if a signal ended it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = {
@@ -212,51 +212,43 @@ def run_forked(settings, processes=1, script=SCRIPT, timeout=120, flags=()):
         "WORLD_SIZE": f"{processes}",
         "LOCAL_WORLD_SIZE": f"{processes}",
     }
-    arguments = [*flags, *options(settings)]
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(processes):
             own = world | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if processes > 1 else {}
-            call = script, arguments, own, f"{folder}/{rank}"
+            call = script, options(settings), own, f"{folder}/{rank}"
             runs.append(forkserver().Process(target=_script_main, args=call))
             runs[-1].start()
-        deadline = time.monotonic() + timeout
         for run in runs:
-            run.join(max(0, deadline - time.monotonic()))
-        late = [run for run in runs if run.exitcode is None]
-        for run in late:
-            run.kill()
             run.join()
         stdout, stderr = (
             "".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{name}")))
             for name in ("stdout", "stderr")
         )
-    if late:
-        pytest.fail(f"still running after {timeout} s: {stdout}{stderr}")
     returncode = next((run.exitcode for run in runs if run.exitcode), 0)
     return SimpleNamespace(returncode=returncode, stdout=stdout, stderr=stderr)
 
 
 def trained(settings, processes=1, script=SCRIPT):
-    """Do what run_forked does, check that the run succeeds, and return its output."""
+    """Call run_forked, check that the run succeeds and return its output."""
     done = run_forked(settings, processes, script)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def run_here(settings, steps=math.inf, passes=math.inf, **changes):
-    """Run in this process; stop after so many steps or passes. Return what main returns."""
+    """Run in this process; stop after this many steps or forward passes. Return main's result."""
     args = train_gpt2.Hyperparameters(**{**settings, **changes})
     return train_gpt2.main(args, StopAfter(steps, passes))
 
 
 def options(settings):
-    """Return settings as arguments of the command line."""
+    """Return settings as command-line arguments."""
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
 def edited_script(folder, *changes):
-    """Write a copy of train_gpt2.py with texts replaced, each of which it holds once."""
+    """Write a copy of train_gpt2.py with replacements: each old text occurs exactly once."""
     text = SCRIPT.read_text()
     for old, new in changes:
         assert text.count(old) == 1, old
@@ -266,64 +258,28 @@ def edited_script(folder, *changes):
     return path
 
 
-def start(settings, processes=1, script=SCRIPT, flags=()):
-    """Start a run in subprocesses beside its log_dir, several or with flags by torchrun.
-
-    Its output are small pipes: unless they are read, a run stops after some 50 lines.
-    """
+def run_subprocess(settings, processes=1, script=SCRIPT, flags=()):
+    """Run in a subprocess, by torchrun if there are several processes, in the parent of log_dir."""
     command = [sys.executable]
-    if processes > 1 or flags:
-        command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-        command += flags or ["--standalone"]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc_per_node={processes}", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
-    run = subprocess.Popen(
+    return subprocess.run(
         [*command, str(script), *options(settings)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        pipesize=4096,
+        timeout=120,
         env=environment,
         cwd=Path(settings["log_dir"]).parent,
     )
-    run.time_out = threading.Timer(120, run.kill)
-    run.time_out.daemon = True
-    run.time_out.start()
-    return run
 
 
 def run_tool(name, *arguments, **options):
     """Run a tool of records/tools as its users do; return the CompletedProcess."""
     command = [sys.executable, ROOT / "records" / "tools" / name, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
-
-
-def wait_for(run, beginning):
-    """Read the output of a run until a line begins so; return all of it."""
-    lines = []
-    for line in run.stdout:
-        lines.append(line)
-        if line.startswith(beginning):
-            return "".join(lines)
-    pytest.fail(f"{beginning!r} never came: {''.join(lines)}{run.stderr.read()}")
-
-
-def ranks_of(run):
-    """Return the processes that torchrun has started, in the order of their ranks."""
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    ranks = {}
-    for child in children:
-        for variable in Path(f"/proc/{child}/environ").read_text().split("\0"):
-            if variable.startswith("RANK="):
-                ranks[int(variable[5:])] = int(child)
-    return [ranks[rank] for rank in sorted(ranks)]
-
-
-def finish(run):
-    """Wait for a run that was started; return it as run_forked does."""
-    stdout, stderr = run.communicate(timeout=130)
-    run.time_out.cancel()
-    return SimpleNamespace(returncode=run.returncode, stdout=stdout, stderr=stderr)
 
 
 def validations(text):
@@ -335,7 +291,7 @@ def validations(text):
 
 
 def losses(text):
-    """Return [(step, name, loss)] of all lines of steps in a log, as they stand there."""
+    """Return [(step, name, loss)] of all step lines in a log, as strings."""
     return re.findall(r"^step:(\d+)/\d+ (\w+):([\d.]+) ", text, re.M)
 
 
@@ -345,7 +301,7 @@ def checkpoints(folder):
 
 
 def bits(path):
-    """Return what a checkpoint holds, to the bit, but for times, files and what may change."""
+    """Return a bit-exact copy of a checkpoint without times, files and changeable settings."""
     state = torch.load(path, weights_only=True)
     for name in train_gpt2.CHANGEABLE_ON_RESUME:
         del state["hyperparameters"][name]
@@ -354,12 +310,12 @@ def bits(path):
 
 
 def last_bits(folder):
-    """Return what the newest checkpoint in a run's folder holds, to the bit."""
+    """Return bits() of the newest checkpoint in a run's folder."""
     return bits(folder / checkpoints(folder)[-1])
 
 
 def bits_of(value):
-    """Return a value with its tensors as bytes, so that == compares it to the bit."""
+    """Return a value with its tensors as bytes, so that == compares bit by bit."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.numpy().tobytes()
     if isinstance(value, dict):
@@ -368,7 +324,7 @@ def bits_of(value):
 
 
 def forkserver():
-    """Return the context of processes that are forked from one which has imported torch once."""
+    """Return the context for processes forked from a server that has imported torch."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2"])
     return context
@@ -395,14 +351,8 @@ def run_ranks(function, world_size, folder, *arguments):
         return [function(0, 1, *arguments)]
     folder.mkdir(parents=True)
     forkserver()
-    context = torch.multiprocessing.start_processes(
-        _rank_main, (function, world_size, folder, arguments), nprocs=world_size, join=False,
+    torch.multiprocessing.start_processes(
+        _rank_main, (function, world_size, folder, arguments), nprocs=world_size,
         start_method="forkserver",
     )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not context.join(timeout=max(0, deadline - time.monotonic())):  # True: all have ended
-        if time.monotonic() >= deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail("the ranks did not finish within 120 s")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

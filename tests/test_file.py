@@ -1,7 +1,7 @@
-"""train_gpt2.py as a file: alone, imported, its help, and what README says of it."""
+"""train_gpt2.py as a single file: its imports, its help, and the example in README."""
 
+import ast
 import dataclasses
-import importlib.metadata
 import os
 import re
 import shutil
@@ -9,41 +9,25 @@ import subprocess
 import sys
 
 import pytest
-from conftest import (
-    ROOT,
-    SCRIPT,
-    finish,
-    last_bits,
-    losses,
-    run_here,
-    start,
-    validations,
-)
+from conftest import ROOT, SCRIPT, last_bits, losses, run_here, run_subprocess, validations
 
 import train_gpt2
 from train_gpt2 import PRESETS, Hyperparameters
 
 
-# ---- A copy in an empty folder, with torch and numpy --------------------------------------------
-def needed(name, found):
-    """Add the distribution of that name, and what it needs of what is installed, to `found`."""
-    try:
-        distribution = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:  # of another system or version of Python
-        return
-    if distribution.metadata["Name"] in found:
-        return
-    found[distribution.metadata["Name"]] = distribution
-    for requirement in distribution.requires or []:
-        if "extra ==" not in requirement:
-            needed(re.match(r"[\w.-]+", requirement)[0], found)
+def test_it_imports_only_torch_and_numpy():
+    """tqdm is optional."""
+    imported = set()
+    for node in ast.walk(ast.parse(SCRIPT.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module.partition(".")[0])
+    assert imported - sys.stdlib_module_names == {"torch", "numpy", "tqdm"}
 
 
-def test_the_file_alone_goes_on_with_a_run_and_ends_it(tiny, tmp_path, capsys):
-    """It ends with the losses, the data hash and the weights of a run from the repository.
-
-    Nothing can be imported but torch, what torch itself needs, and numpy.
-    """
+def test_a_copy_in_an_empty_folder_finishes_a_run_of_the_repository(tiny, tmp_path, capsys):
+    """The losses, the data hash and the weights are those of a run without an interruption."""
     fields = {**tiny, "run_id": "run", "save_every": 6}
     run_here(fields)
     whole = capsys.readouterr().out
@@ -52,29 +36,22 @@ def test_the_file_alone_goes_on_with_a_run_and_ends_it(tiny, tmp_path, capsys):
     shutil.copy(SCRIPT, alone)
     fields |= {"resume": "auto", "log_dir": str(alone / "logs")}
     run_here(fields, 2)
-    found = {}
-    needed("torch", found)
-    needed("numpy", found)
-    packages = importlib.metadata.packages_distributions()
-    others = [name for name, sources in packages.items() if not found.keys() & set(sources)]
-    assert {"pytest", "tqdm"} <= set(others)
-    bare = tmp_path / "bare.py"
-    bare.write_text(
-        f"import runpy, sys\nsys.modules.update(dict.fromkeys({others}))\n"
+    launcher = tmp_path / "without_tqdm.py"
+    launcher.write_text(
+        "import runpy, sys\nsys.modules['tqdm'] = None\n"
         "runpy.run_path('train_gpt2.py', run_name='__main__')\n"
     )
-    done = finish(start(fields, script=bare))
+    done = run_subprocess(fields, script=launcher)
     assert done.returncode == 0, done.stderr
     assert "\nresume=auto: continuing after step 2\n" in done.stdout
     rows = losses(done.stdout)
     assert len(rows) == 6 and rows == losses(whole)[-6:]
     assert validations(done.stdout)[-1] == validations(whole)[-1]
     assert last_bits(alone / "logs" / "run") == last_bits(tmp_path / "logs" / "run")
-    assert sorted(os.listdir(alone)) == sorted(["logs", "train_gpt2.py"])
+    assert sorted(os.listdir(alone)) == ["logs", "train_gpt2.py"]
 
 
-# ---- Import, help, README -----------------------------------------------------------------------
-# The modules that train_gpt2.py imports come first, so that only its own effects are compared.
+# Imports what train_gpt2.py imports first, so that only the effects of the file itself show.
 IMPORT = """
 import json, os, signal, sys
 import numpy, torch
@@ -94,7 +71,7 @@ assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized(
 """
 
 
-def test_importing_it_does_nothing_else(tmp_path):
+def test_importing_it_has_no_side_effects(tmp_path):
     command = [sys.executable, "-B", "-W", "error::SyntaxWarning", "-c", IMPORT]
     environment = {"PYTHONPATH": str(ROOT), "RANK": "3", "WORLD_SIZE": "8", "PATH": "/usr/bin:/bin"}
     run = subprocess.run(
@@ -120,7 +97,7 @@ def test_the_help_explains_every_setting_and_preset(capsys, monkeypatch):
         assert f"{name} {text}" in words
 
 
-def test_the_readmes_example_of_muon_runs():
+def test_the_muon_example_in_readme_runs():
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     names = {}
     exec(compile(example, "README.md", "exec"), names)

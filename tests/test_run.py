@@ -1,4 +1,4 @@
-"""The run: settings, refusals, the training step, the log, and the same run on any world size."""
+"""Settings, error messages, the training step, the log, and results on any number of ranks."""
 
 import dataclasses
 import hashlib
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,33 +20,19 @@ from conftest import (
     StopAfter,
     both_dtypes,
     edited_script,
-    finish,
     last_bits,
     options,
     run_forked,
     run_here,
     run_ranks,
-    start,
+    run_subprocess,
     trained,
     validations,
     write_shard,
 )
 
 import train_gpt2
-from train_gpt2 import (
-    GPT,
-    PRESETS,
-    DistributedDataLoader,
-    Hyperparameters,
-    UserError,
-    build_optimizers,
-    evaluate,
-    lr_multiplier,
-    main,
-    parse_args,
-    train_step,
-    warm_up,
-)
+from train_gpt2 import GPT, PRESETS, Hyperparameters, UserError, build_optimizers, parse_args
 
 
 # ---- Settings -----------------------------------------------------------------------------------
@@ -72,19 +59,16 @@ def test_the_preset_cpu_is_the_cpu_record():
     assert len(same) > 20
 
 
-def test_learning_rate_stays_and_falls():
+def test_the_learning_rate_is_constant_then_decays_linearly():
     args = Hyperparameters(num_iterations=20, warmdown_iters=10)
-    scales = [lr_multiplier(step, args) for step in range(20)]
+    scales = [train_gpt2.lr_multiplier(step, args) for step in range(20)]
     assert scales == pytest.approx([1] * 10 + [1 - i / 10 for i in range(10)])
-    assert lr_multiplier(4, Hyperparameters(num_iterations=5, warmdown_iters=0)) == 1
+    assert train_gpt2.lr_multiplier(4, Hyperparameters(num_iterations=5, warmdown_iters=0)) == 1
 
 
 def test_any_field_can_be_given_on_the_command_line():
     values = {"n_layer": 3, "learning_rate": 0.5, "train_files": "a=b", "compile": False}
-    args = parse_args(options(values))
-    assert args == Hyperparameters(**values)
-    apart = [text for name, value in values.items() for text in (f"--{name}", f"{value}")]
-    assert parse_args(apart) == args
+    assert parse_args(options(values)) == Hyperparameters(**values)
     assert parse_args(options(dataclasses.asdict(Hyperparameters()))) == Hyperparameters()
 
 
@@ -109,7 +93,9 @@ def test_presets_are_settings_that_others_override():
         ('{"vocab_size": "x"}', [], None),
     ],
 )
-def test_the_vocabulary_is_that_of_packed_data(manifest, given, expected, tmp_path):
+def test_the_vocabulary_size_comes_from_the_manifest_of_packed_data(
+    manifest, given, expected, tmp_path
+):
     if manifest:
         (tmp_path / "manifest.json").write_text(manifest)
     argv = [*given, f"--train_files={tmp_path}/train_*.bin"]
@@ -120,7 +106,7 @@ def test_the_vocabulary_is_that_of_packed_data(manifest, given, expected, tmp_pa
         assert parse_args(argv).vocab_size == expected
 
 
-def test_a_target_is_that_of_the_presets_own_data(tiny, capsys):
+def test_the_target_loss_applies_only_to_the_data_of_the_preset(tiny, capsys):
     for preset, target in ("record7", 3.28), ("cpu", 1.32):
         assert parse_args([f"--preset={preset}"]).target_val_loss == target
         other = [f"--preset={preset}", "--val_files=other/*.bin"]
@@ -150,15 +136,15 @@ def test_a_target_is_that_of_the_presets_own_data(tiny, capsys):
         ("--resume=auto", "--resume=auto needs --run_id"),
     ],
 )
-def test_impossible_settings_are_refused(argument, sentence):
+def test_invalid_settings_are_rejected(argument, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         parse_args([argument])
 
 
 def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
-    """Without a comment or help it is read, listed, logged, saved and compared on resume.
+    """It is parsed, logged, saved and compared on resume, even without a help text.
 
-    The log has the source that runs, although the file is edited before the log is opened.
+    The log holds the running source even if the file is edited before the log is opened.
     """
     settings = "    def __post_init__(self):\n        for field in"
     header = "    log.header(args, gpt, optimizers, train_loader, val_loader)\n"
@@ -176,7 +162,6 @@ def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
     assert (
         done.returncode == 1 and "was saved with other settings: pass --my_knob=2.5" in done.stderr
     )
-    assert "--my_knob 1.0" in run_forked({}, script=script, flags=["--help"]).stdout
 
 
 REFUSALS = {
@@ -196,7 +181,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_an_impossible_plan_is_refused_before_it_starts(case, tiny, monkeypatch):
+def test_an_impossible_run_is_rejected_before_it_starts(case, tiny, monkeypatch):
     changes, sentence = REFUSALS[case]
     for name, value in changes.items():
         if name.isupper():
@@ -204,16 +189,16 @@ def test_an_impossible_plan_is_refused_before_it_starts(case, tiny, monkeypatch)
         else:
             tiny[name] = tiny["train_files"] if value == "TRAIN" else value
     with pytest.raises((UserError, OSError), match=re.escape(sentence)):
-        main(Hyperparameters(**tiny))
+        train_gpt2.main(Hyperparameters(**tiny))
     assert not os.path.exists(tiny["log_dir"])
 
 
-def test_a_refusal_is_one_sentence_however_many_ranks_there_are(tiny):
+def test_several_ranks_print_an_error_only_once(tiny):
     done = run_forked({**tiny, "resume": "none.pt"}, 2)
     assert done.returncode == 1
     assert re.fullmatch(r"none\.pt is not a complete checkpoint.*\n", done.stdout)
     assert re.fullmatch(r"train_gpt2\.py: no checkpoint is complete.*\n", done.stderr)
-    done = finish(start({**tiny, "val_tokens": 100}, processes=2))
+    done = run_subprocess({**tiny, "val_tokens": 100}, 2)
     assert done.returncode == 1 and done.stdout == ""
     assert len(re.findall(r"^train_gpt2.py: val_tokens=100 must", done.stderr, re.M)) == 1
     assert "UserError" in done.stderr.split("Root Cause")[1], "torchrun's summary says why, too"
@@ -231,7 +216,7 @@ def test_a_refusal_is_one_sentence_however_many_ranks_there_are(tiny):
         ("cuda", 1, True, 2, "2 processes were started for 1 GPUs"),
     ],
 )
-def test_a_process_takes_its_gpu(device, gpus, usable, processes, expected, monkeypatch):
+def test_each_process_picks_its_gpu(device, gpus, usable, processes, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -244,8 +229,8 @@ def test_a_process_takes_its_gpu(device, gpus, usable, processes, expected, monk
         assert train_gpt2.choose_device(args) == expected
 
 
-def test_a_process_group_knows_its_gpu(tiny, monkeypatch):
-    """On stand-ins for CUDA and for the group."""
+def test_the_process_group_is_bound_to_the_gpu(tiny, monkeypatch):
+    """CUDA and the process group are mocked."""
     asked = {}
     gpu = torch.device("cuda", 1)
     monkeypatch.setattr(train_gpt2, "choose_device", lambda args: gpu)
@@ -267,11 +252,11 @@ def tiny_model(settings, **changes):
 
 
 def val_loader(args, batch_size=1):
-    return DistributedDataLoader(args.val_files, batch_size, 16, 0, 1, "cpu")
+    return train_gpt2.DistributedDataLoader(args.val_files, batch_size, 16, 0, 1, "cpu")
 
 
 def gradients_of_a_step(rank, world_size, settings):
-    """Loss, gradients after their sum over ranks, sizes of the float32 tensors that were summed."""
+    """Return the loss, the all-reduced gradients and the sizes of all all-reduced tensors."""
     sizes = []
     all_reduce = dist.all_reduce
 
@@ -283,7 +268,7 @@ def gradients_of_a_step(rank, world_size, settings):
     train_loader, _ = train_gpt2.open_data(args, rank, world_size, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counted)
-        loss, _ = train_step(gpt, [], *train_loader.next_batch(), 1.0, args)
+        loss, _ = train_gpt2.train_step(gpt, [], *train_loader.next_batch(), 1.0, args)
     return loss, {name: p.grad for name, p in gpt.named_parameters()}, sizes
 
 
@@ -293,7 +278,7 @@ def test_gradients_are_synchronized_once_a_step(micro_batch, dtype, tiny, tmp_pa
     settings = {**tiny, "dtype": dtype, "device_batch_size": micro_batch}
     loss_alone, alone, _ = gradients_of_a_step(0, 1, settings)
     for loss, gradients, sizes in run_ranks(gradients_of_a_step, 2, tmp_path / "ranks", settings):
-        # all gradients at once, however many micro-batches; and the loss with what is finite
+        # one all-reduce for the loss and the finiteness check, one for all gradients
         assert sizes == [2, sum(g.numel() for g in gradients.values())]
         torch.testing.assert_close(loss, loss_alone, rtol=0, atol=2e-3)
         for name, g in gradients.items():
@@ -302,8 +287,8 @@ def test_gradients_are_synchronized_once_a_step(micro_batch, dtype, tiny, tmp_pa
 
 
 @pytest.mark.parametrize("kind, length, fused", [("cpu", 512, 0), ("cpu", 513, 1), ("cuda", 9, 1)])
-def test_backends_are_configured_for_a_cpu_alone(kind, length, fused):
-    """A CPU takes plain attention for short sequences; a GPU keeps PyTorch's own settings."""
+def test_backends_are_configured_only_on_a_cpu(kind, length, fused):
+    """A CPU uses unfused attention for short sequences; a GPU keeps PyTorch's settings."""
     train_gpt2.configure_backend(Hyperparameters(sequence_length=length), torch.device(kind))
     on_cpu = kind == "cpu"
     assert torch.backends.cuda.flash_sdp_enabled() == fused
@@ -324,12 +309,9 @@ def test_a_gpu_that_only_emulates_bfloat16_trains_in_float32(has_bf16, monkeypat
 
 
 def test_macos_has_no_proc_and_counts_memory_in_bytes(monkeypatch):
-    def no_file(path):
-        raise FileNotFoundError(path)
-
     usage = SimpleNamespace(ru_maxrss=3 * 2**30)
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(Path, "read_text", no_file)
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
     monkeypatch.setattr(train_gpt2.platform, "machine", lambda: "arm64")
     monkeypatch.setattr(train_gpt2.resource, "getrusage", lambda who: usage)
     assert train_gpt2.device_name(torch.device("cpu")) == "arm64"
@@ -340,10 +322,10 @@ def test_warm_up_and_an_unfinished_step_leave_no_trace(tiny):
     gpt, optimizers, args = tiny_model(tiny)
     before = {name: p.clone() for name, p in gpt.state_dict().items()}
     random_state = torch.get_rng_state()
-    warm_up(gpt, args, val_loader(args, 2))
+    train_gpt2.warm_up(gpt, args, val_loader(args, 2))
     batch = val_loader(args, 12).next_batch()
     with pytest.raises(train_gpt2.StopTraining):
-        train_step(gpt, optimizers, *batch, 1.0, args, StopAfter(passes=3).check)
+        train_gpt2.train_step(gpt, optimizers, *batch, 1.0, args, StopAfter(passes=3).check)
     assert all(torch.equal(p, before[name]) for name, p in gpt.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not any(optimizer.state for optimizer in optimizers)
@@ -360,12 +342,13 @@ def test_validation_counts_exactly_val_tokens(dtype, tiny):
     for batch_size in (1, 4, 19, 24):
         loader = val_loader(args, batch_size)
         for _ in range(2):  # starts over by itself
-            assert evaluate(gpt, loader, args.val_tokens) == pytest.approx(expected, abs=2e-3)
+            loss = train_gpt2.evaluate(gpt, loader, args.val_tokens)
+            assert loss == pytest.approx(expected, abs=2e-3)
 
 
 def test_every_parameter_must_have_one_optimizer(tiny):
     gpt, _, args = tiny_model(tiny)
-    gpt.h[0].attn.c_q.weight = gpt.h[1].attn.c_q.weight  # it is in two blocks, but one parameter
+    gpt.h[0].attn.c_q.weight = gpt.h[1].attn.c_q.weight  # a shared parameter counts once
     build_optimizers(gpt, args, 0, 1)
     gpt, _, args = tiny_model(tiny)
     gpt.h.parameters = lambda: [*gpt.h[0].parameters(), gpt.lm_head.weight.detach()]
@@ -374,8 +357,8 @@ def test_every_parameter_must_have_one_optimizer(tiny):
 
 
 # ---- The whole run and its log ------------------------------------------------------------------
-# of the settings `tiny`, on any number of processes and with any micro-batches: a CPU may round
-# otherwise, but not hash otherwise
+# Results of the settings `tiny` with any number of processes and any micro-batches. CPUs may round
+# losses differently, but all compute the same hashes.
 GOLDEN_HASHES = ["000000000000", "02a3a7c71f8e", "09dd09b6dfb8"]
 GOLDEN_LOSSES = {"float32": [4.5422, 3.8337, 3.4781], "bfloat16": [4.5417, 3.8354, 3.4821]}
 TOLERANCE = {"float32": 0.002, "bfloat16": 0.02}
@@ -391,7 +374,7 @@ def check_golden(text, dtype):
 @both_dtypes
 def test_log_and_weights(dtype, tiny, tmp_path, capsys):
     settings = Hyperparameters(**{**tiny, "run_id": "one", "dtype": dtype})
-    val_loss = main(settings)
+    val_loss = train_gpt2.main(settings)
     text = Path(tiny["log_dir"], "one.txt").read_text()
     header = train_gpt2.SOURCE + "\n"
     for name, value in dataclasses.asdict(settings).items():
@@ -421,16 +404,16 @@ def test_log_and_weights(dtype, tiny, tmp_path, capsys):
     for step, ms, average in steps:
         assert average == pytest.approx(ms / step, abs=1)
     rates = [float(rate) for rate in re.findall(r" val_loss:.* lr:(\S+)$", shown, re.M)]
-    expected = [0.01 * lr_multiplier(step, settings) for step in (0, 3, 6)]
+    expected = [0.01 * train_gpt2.lr_multiplier(step, settings) for step in (0, 3, 6)]
     assert rates == pytest.approx(expected, rel=0.01)
     weights = torch.load(tmp_path / "logs" / "one" / "model.pt", weights_only=True)
     gpt = GPT(settings, getattr(torch, dtype))
     gpt.load_state_dict(weights["model"])
     assert all(p.dtype == torch.float32 for p in weights["model"].values())
-    assert evaluate(gpt, val_loader(settings), 304) == pytest.approx(val_loss, abs=2e-3)
+    assert train_gpt2.evaluate(gpt, val_loader(settings), 304) == pytest.approx(val_loss, abs=2e-3)
 
 
-# Threads of gloo that are still there at exit now and then abort a process that has done its work.
+# Threads of gloo that are still running at exit sometimes abort a process after its work is done.
 END = "    cli(sys.argv[1:])\n"
 THREADS = """
     for task in Path("/proc/self/task").glob("*/comm"):
@@ -440,7 +423,7 @@ THREADS = """
 
 
 @both_dtypes
-def test_the_run_is_the_same_on_any_number_of_processes(dtype, tiny, tmp_path, capsys):
+def test_results_do_not_depend_on_the_number_of_processes(dtype, tiny, tmp_path, capsys):
     script = edited_script(tmp_path, (END, END + THREADS))
     for processes in 2, 3:
         text = trained({**tiny, "dtype": dtype}, processes, script)
@@ -457,17 +440,17 @@ def test_val_tokens_0_validates_on_all_of_val_files_up_to_1m(tiny):
     losses = []
     for val_tokens in 0, 384:  # of 400, in sequences of 16
         fields = {**tiny, "val_tokens": val_tokens, "num_iterations": 1}
-        losses.append(main(Hyperparameters(**fields)))
+        losses.append(train_gpt2.main(Hyperparameters(**fields)))
     assert losses[0] == losses[1]
     loader = SimpleNamespace(total_tokens=10**8, T=1000)
     assert train_gpt2.val_tokens_of(Hyperparameters(val_tokens=0), loader) == 1_048_000
 
 
-def test_the_weights_of_the_best_validation_stay_where_the_text_repeats(tiny, tmp_path, capsys):
-    """The losses of validations are made up: the second is the lowest."""
+def test_a_run_that_repeats_its_text_keeps_the_best_weights(tiny, tmp_path, capsys):
+    """Validation is mocked, and the second loss is the lowest."""
     fields = {**tiny, "num_iterations": 18, "val_loss_every": 6, "allow_repeat": True}
     folder = tmp_path / "logs" / "again"
-    # Started again without a checkpoint, as after a power cut, the run keeps the better weights.
+    # A run that starts over without a checkpoint, as after a power cut, keeps the better weights.
     for made_up in [5.0, 3.0, 4.0, 3.5], [5.0, 4.0, 4.0, 3.5]:
         losses = iter(made_up)
         with pytest.MonkeyPatch.context() as patch:
@@ -484,7 +467,7 @@ def test_the_weights_of_the_best_validation_stay_where_the_text_repeats(tiny, tm
 
 
 @pytest.mark.parametrize("steps, warned", [(9, False), (11, True)])
-def test_a_plan_that_repeats_its_text_much_says_so(steps, warned, tiny, capsys):
+def test_a_run_that_repeats_its_text_often_warns(steps, warned, tiny, capsys):
     fields = {**tiny, "batch_size": 186, "device_batch_size": 186, "allow_repeat": True}
     run_here(fields, num_iterations=steps, val_loss_every=0)
     assert (f"training text {steps} times" in capsys.readouterr().out) == warned
@@ -502,9 +485,9 @@ SMALL["candidate"] = {**SMALL["record7"], "ngram_rows": 1000}
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_starts(preset, tmp_path, capsys):
-    """For a step on tiny data, eager, with a smaller model where a CPU could not hold its own.
+    """Train for one step on tiny data, without compiling, and with a smaller model if needed.
 
-    All other settings, and for `cpu` and `text` the whole model but its table, are the preset's.
+    `cpu` and `text` keep their model except for a smaller n-gram table.
     """
     generator = np.random.default_rng(0)
     write_shard(tmp_path / "train_0.bin", generator.integers(0, 257, 10_000))
@@ -518,19 +501,19 @@ def test_each_preset_starts(preset, tmp_path, capsys):
     changes["target_val_loss"] = 0.0  # the preset's is for its own data
     for name, value in PRESETS[preset][1].items():
         assert getattr(args, name) == changes.get(name, value)
-    assert main(args) == pytest.approx(np.log(args.vocab_size), rel=0.3)
+    assert train_gpt2.main(args) == pytest.approx(np.log(args.vocab_size), rel=0.3)
 
 
 def run_compiled(fields):
-    """Run in this process as in a new one, without the graphs of earlier runs."""
+    """Run in this process, without the compiled graphs of earlier runs; return last_bits()."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run_here(fields, compile=True, dtype="float32")
     return last_bits(Path(fields["log_dir"], fields["run_id"]))
 
 
-def test_a_compiled_run_goes_on_to_the_bit(tiny, tmp_path, capsys):
-    """It makes one graph for training and one for validation, and never another."""
+def test_a_compiled_run_resumes_bit_for_bit(tiny, tmp_path, capsys):
+    """It compiles one graph for training, one for validation, and no others."""
     whole = run_compiled({**tiny, "run_id": "whole", "save_every": 2})
     text = capsys.readouterr().out
     check_golden(text, "float32")

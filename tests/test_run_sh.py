@@ -4,6 +4,7 @@ import os
 import pty
 import shlex
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -11,50 +12,46 @@ from conftest import ROOT
 
 from train_gpt2 import parse_args
 
-# A stand-in for Python, which prints what it is called with.
+# A stand-in for Python, which prints its arguments. As the training, it also runs $STOP, which
+# sends a signal, and then waits for the signal to arrive.
 STUB = """#!/bin/sh
 case "$*" in
 *device_count*) echo $GPUS ;;
 *-c*) ;;
 *train_gpt2.py*)
-    trap 'echo saved; kill $!; exit 0' TERM
-    sleep ${SECONDS_OF_TRAINING:-0} >/dev/null 2>&1 & # if it is left behind, it holds no pipe open
+    trap 'echo saved; sleep 0.3; kill $!; exit ${STATUS:-0}' TERM INT
     echo "$*"; echo "$RUN_COMMAND"
-    wait
+    [ -z "$STOP" ] || { sleep 30 >/dev/null 2>&1 & eval "$STOP"; wait; }
     exit ${STATUS:-0} ;;
 *) echo "$*" ;;
 esac
 """
 
 
-def start_run_sh(folder, *arguments, gpus=0, **changes):
-    """Start a copy of run.sh, with a stand-in for Python and the tools."""
+def run_sh(folder, *arguments, gpus=0, stdin=subprocess.DEVNULL, **changes):
+    """Run a copy of run.sh with stand-ins for Python and the tools.
+
+    Returns (exit status, lines of stdout, stderr). changes: environment variables.
+    """
     shutil.copy(ROOT / "run.sh", folder)
-    for path in *ROOT.glob("records/tools/*.py"), *ROOT.glob("*requirements.txt"):
+    requirements = ROOT / "requirements.txt", *ROOT.glob("*/requirements.txt")
+    for path in *ROOT.glob("records/tools/*.py"), *requirements:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.touch()
-    (folder / "records" / "requirements.txt").touch()
     (folder / "python").write_text(STUB)
     (folder / "python").chmod(0o755)
-    stdin = changes.pop("stdin", subprocess.DEVNULL)
-    environment = {**os.environ, "PYTHON": f"{folder}/python", "GPUS": str(gpus), **changes}
-    return subprocess.Popen(
+    done = subprocess.run(
         ["bash", folder / "run.sh", *arguments],
-        env=environment,
+        env={**os.environ, "PYTHON": f"{folder}/python", "GPUS": str(gpus), **changes},
         stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
+        timeout=60,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # pytest may ignore it
     )
-
-
-def run_sh(folder, *arguments, **options):
-    """Do what start_run_sh does; return (exit status, lines of stdout, stderr)."""
-    run = start_run_sh(folder, *arguments, **options)
-    stdout, stderr = run.communicate(timeout=60)
-    return run.returncode, stdout.splitlines(), stderr
+    return done.returncode, done.stdout.splitlines(), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -69,7 +66,7 @@ def run_sh(folder, *arguments, **options):
         ("profile --seed=1", "records/tools/step_profile.py --preset=cpu --seed=1"),
     ],
 )
-def test_run_sh_leads_to_the_tools(given, command, tmp_path):
+def test_run_sh_starts_the_tools(given, command, tmp_path):
     status, lines, _ = run_sh(tmp_path, *given.split())
     assert (status, lines[-1]) == (0, command)
 
@@ -87,7 +84,7 @@ def test_run_sh_leads_to_the_tools(given, command, tmp_path):
     ],
 )
 def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, given, processes, command, tmp_path):
-    """The CPU record stays on the CPU; the script learns the command that continues it."""
+    """--preset=cpu stays on the CPU. RUN_COMMAND holds the command as it was typed."""
     status, lines, _ = run_sh(tmp_path, *given.split(), gpus=gpus, NPROC=nproc)
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
     assert (status, lines[-2]) == (0, launcher * (processes > 1) + "train_gpt2.py " + command)
@@ -97,7 +94,7 @@ def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, given, processes, com
 
 
 @pytest.mark.parametrize("answer", [None, "n\n", "y\n"])
-def test_a_download_is_asked_for_on_a_terminal_and_refused_without(answer, tmp_path):
+def test_a_download_needs_consent_on_a_terminal_or_yes(answer, tmp_path):
     options = {}
     if answer is not None:
         terminal, options["stdin"] = pty.openpty()
@@ -108,31 +105,27 @@ def test_a_download_is_asked_for_on_a_terminal_and_refused_without(answer, tmp_p
     assert ("pass --yes" in stderr) == (answer != "y\n")
 
 
-def test_shards_that_are_there_need_no_question(tmp_path):
+def test_existing_shards_need_no_consent(tmp_path):
     (tmp_path / "data" / "fineweb10B").mkdir(parents=True)
     for i in range(1, 28):
         (tmp_path / "data" / "fineweb10B" / f"fineweb_train_{i:06d}.bin").touch()
     assert run_sh(tmp_path, gpus=1)[0] == 0
 
 
-@pytest.mark.parametrize("status, stopped", [(0, False), (3, False), (0, True)])
-def test_run_sh_ends_the_cpu_record_with_a_sample(status, stopped, tmp_path):
-    """Unless the training fails, whose status it has; a SIGTERM reaches the training."""
-    seconds = "60" if stopped else "0"
-    run = start_run_sh(tmp_path, STATUS=str(status), SECONDS_OF_TRAINING=seconds)
-    lines = []
-    for line in run.stdout:
-        lines.append(line)
-        if line.endswith("bash run.sh\n") and stopped:
-            run.terminate()
-    assert run.wait(timeout=60) == status, run.stderr.read()
-    assert ("saved\n" in lines) == stopped
-    assert (lines[-1] == "records/tools/sample.py def \n") == (status == 0 and not stopped)
+@pytest.mark.parametrize(
+    "stop", ["", "kill -TERM $PPID", "kill -INT 0"], ids=["", "SIGTERM to run.sh", "Ctrl-C"]
+)
+@pytest.mark.parametrize("status", [0, 3])
+def test_run_sh_ends_the_cpu_record_with_a_sample(status, stop, tmp_path):
+    """There is none if the training fails or is stopped; run.sh then passes on its status."""
+    done, lines, stderr = run_sh(tmp_path, STATUS=str(status), STOP=stop)
+    assert done == status, stderr
+    assert ("saved" in lines) == (stop != "")
+    assert (lines[-1] == "records/tools/sample.py def ") == (status == 0 and not stop)
 
 
 @pytest.mark.parametrize("nproc", ["abc", "0", "1.5", " 2", "99999"])
-def test_a_number_of_processes_that_is_none_is_refused(nproc, tmp_path):
-    for arguments in [], ["check"]:
-        status, lines, stderr = run_sh(tmp_path, *arguments, NPROC=nproc)
-        assert (status, lines, stderr.count("\n")) == (1, [], 1)
-        assert f"NPROC={nproc} must be a number of processes" in stderr
+def test_an_invalid_number_of_processes_is_rejected(nproc, tmp_path):
+    status, lines, stderr = run_sh(tmp_path, NPROC=nproc)
+    assert (status, lines, stderr.count("\n")) == (1, [], 1)
+    assert f"NPROC={nproc} must be a number of processes" in stderr

@@ -1,20 +1,21 @@
-"""Stopping, killing, damaging and going on: a run loses nothing and says why it ended."""
+"""Interrupted runs and damaged files: a run loses nothing and says why it ended."""
 
 import fcntl
 import functools
 import io
 import os
+import pty
 import re
 import shlex
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import termios
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,16 +26,14 @@ from conftest import (
     both_dtypes,
     checkpoints,
     edited_script,
-    finish,
     last_bits,
     losses,
     options,
     run_forked,
     run_here,
-    start,
+    run_subprocess,
     trained,
     validations,
-    wait_for,
     write_shard,
 )
 from hypothesis import HealthCheck, given, settings
@@ -44,16 +43,16 @@ import train_gpt2
 from train_gpt2 import Hyperparameters, UserError, parse_args
 
 
-# ---- Faults inside a run, put there by an edit of the script ------------------------------------
+# ---- Faults injected by editing the script ------------------------------------------------------
 def faulty_script(folder, fault, when="step == 4", rank=0):
-    """Return a copy of the script in which a rank does `fault` before a step, after saving."""
+    """Return a copy of the script in which a rank runs `fault` before a step, after saving."""
     condition = f'{when} and os.environ.get("RANK", "0") == "{rank}"'
     lines = f"        if {condition}:\n            {fault}\n"
     return edited_script(folder, (STEP, STEP + lines))
 
 
 def refused(sentence, fields, **changes):
-    """Run in this process; a UserError says the sentence. No file changes, but a log may grow."""
+    """Assert that a run raises UserError with this sentence and changes no file but its log."""
     before = content(fields["log_dir"])
     with pytest.raises(UserError, match=sentence):
         run_here(fields, **changes)
@@ -64,7 +63,7 @@ def refused(sentence, fields, **changes):
 
 
 def content(folder):
-    """Return all files of a folder and what is in them."""
+    """Return {path: bytes} of all files below a folder."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {path: path.read_bytes() for path in files}
 
@@ -74,9 +73,9 @@ UNLIKE_WEIGHTS = "the ranks differ in the checksum of their weights ("
 
 
 def summary(done):
-    """Return the one sentence (or traceback) that a failed run ends with.
+    """Return the one error message of a failed run, from the rank that failed.
 
-    Beside the rank that fails, the others may say that they lost it.
+    The other ranks may report that they lost the connection to it.
     """
     assert done.returncode != 0
     found = re.findall(r"^train_gpt2\.py: (.*)$", done.stderr, re.M)
@@ -86,16 +85,14 @@ def summary(done):
     return others[0] if others else lost[0].partition(": ")[2]
 
 
-# ---- Signals and going on -----------------------------------------------------------------------
+# ---- Signals and resuming -----------------------------------------------------------------------
 LONGER = {"num_iterations": 12, "warmdown_iters": 8}
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 
 
 @pytest.mark.parametrize("processes, dtype", [(1, "bfloat16"), (2, "float32")])
-def test_a_run_that_is_stopped_and_killed_again_and_again_is_the_same(
-    processes, dtype, tiny, tmp_path
-):
-    """Each run but the last ends two steps later: four by a signal, one while it saves."""
+def test_a_run_interrupted_many_times_gives_the_same_result(processes, dtype, tiny, tmp_path):
+    """Four signals stop it, two steps apart, and a SIGKILL hits it while it saves."""
     fields = {**tiny, **LONGER, "dtype": dtype}
     whole = trained({**fields, "run_id": "whole", "save_every": 12}, processes)
     fields |= {"run_id": "part", "resume": "auto"}
@@ -118,13 +115,13 @@ def test_a_run_that_is_stopped_and_killed_again_and_again_is_the_same(
     assert last_bits(folder) == last_bits(folder.parent / "whole")
     assert not (folder / "partial").exists()
     assert validations(whole)[-1] == validations(last_part)[-1]
-    log = (tmp_path / "logs" / "part.txt").read_text()  # auto goes on in the run's own log
+    log = (tmp_path / "logs" / "part.txt").read_text()  # a resumed run appends to its log
     rows = [row for row in losses(log) if row[1] == "train_loss"]
-    del rows[9]  # step 10 was trained twice, for it was not saved
+    del rows[9]  # step 10 was trained twice, because it was not saved
     assert rows == [row for row in losses(whole) if row[1] == "train_loss"]
 
 
-def test_a_second_signal_ends_the_run_at_once_if_two_seconds_later(tiny, tmp_path):
+def test_a_second_signal_after_two_seconds_exits_at_once(tiny, tmp_path):
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
     script = faulty_script(tmp_path, f"{kill}; stop.time -= 2.1; {kill}")
     done = run_forked({**tiny, "run_id": "two"}, script=script)
@@ -133,8 +130,8 @@ def test_a_second_signal_ends_the_run_at_once_if_two_seconds_later(tiny, tmp_pat
     assert checkpoints(tmp_path / "logs" / "two") == []
 
 
-def test_signals_at_once_are_one_and_a_signal_that_is_ignored_is_none(tiny, tmp_path):
-    """torchrun passes on a signal that its processes got, too; nohup ignores SIGHUP."""
+def test_simultaneous_signals_count_once_and_ignored_ones_never(tiny, tmp_path):
+    """torchrun repeats signals that its workers also get directly; nohup ignores SIGHUP."""
     send = "os.kill(os.getpid(), signal.{})".format
     ignore = "import signal\n\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     faults = f"        {send('SIGHUP')}\n        if step == 4:\n"
@@ -146,7 +143,7 @@ def test_signals_at_once_are_one_and_a_signal_that_is_ignored_is_none(tiny, tmp_
 
 @both_dtypes
 def test_one_process_stops_between_micro_batches_and_in_validations(dtype, tiny, tmp_path, capsys):
-    """What was done of an unfinished step is forgotten: the resumed run is the same to the bit."""
+    """An unfinished step is discarded, and the resumed run ends with the same bits."""
     fields = {**tiny, "dtype": dtype, "save_every": 6}
     run_here(fields, run_id="whole")
     whole = last_bits(tmp_path / "logs" / "whole")
@@ -160,7 +157,7 @@ def test_one_process_stops_between_micro_batches_and_in_validations(dtype, tiny,
         folder = tmp_path / "logs" / part["run_id"]
         assert checkpoints(folder) == [f"state_step{step:010d}.pt"]
         state = torch.load(folder / f"state_step{step:010d}.pt", weights_only=True)
-        assert (state["train_seconds"] > 0) == (step > 0), "half a step is not training time"
+        assert (state["train_seconds"] > 0) == (step > 0), "an unfinished step counts no time"
         assert run_here(part) is not None
         resumed = last_bits(folder)
         for expected, optimizer in zip(whole["optimizers"], resumed["optimizers"]):
@@ -170,12 +167,11 @@ def test_one_process_stops_between_micro_batches_and_in_validations(dtype, tiny,
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_torchrun_saves(number, tiny, tmp_path):
-    """It passes a SIGTERM on; a SIGKILL it cannot, but its processes see that it is gone."""
-    run = start({**tiny, "num_iterations": 500, "allow_repeat": True, "run_id": "t"}, 2)
-    wait_for(run, "step:4/500 train_loss")  # its output holds it up soon after
-    run.send_signal(number)
-    done = finish(run)
+def test_a_signal_to_torchrun_saves_a_checkpoint(number, tiny, tmp_path):
+    """torchrun forwards a SIGTERM. After a SIGKILL, its processes notice that it is gone."""
+    fields = {**tiny, "num_iterations": 5000, "allow_repeat": True, "run_id": "t"}
+    script = faulty_script(tmp_path, f"os.kill(os.getppid(), {int(number)})")
+    done = run_subprocess(fields, 2, script)
     assert re.search("^stopped by a signal after step", done.stdout, re.M), done.stderr
     assert len(checkpoints(tmp_path / "logs" / "t")) == 1
     assert not re.search(r"^train_gpt2.py:", done.stderr, re.M)
@@ -187,39 +183,30 @@ def test_a_killed_rank_is_restarted_by_torchrun(tiny, tmp_path):
     first_time = 'step == 9 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
     script = faulty_script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", first_time)
     fields |= {"run_id": "again", "resume": "auto"}
-    done = finish(start(fields, 2, script, ["--standalone", "--max-restarts=1"]))
+    done = run_subprocess(fields, 2, script, ["--max-restarts=1"])
     assert done.returncode == 0, done.stderr
     assert "resume=auto: continuing after step 8\n" in done.stdout
     assert last_bits(tmp_path / "logs" / "again") == last_bits(tmp_path / "logs" / "whole")
 
 
-def test_a_terminal_that_is_closed_saves(tiny, tmp_path):
-    """Its SIGHUP comes when nothing can be written to it any more."""
-    master, slave = os.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+def test_closing_the_terminal_saves_a_checkpoint(tiny, tmp_path):
+    """SIGHUP arrives when the terminal no longer accepts output."""
     fields = {**tiny, "num_iterations": 500, "allow_repeat": True, "run_id": "p"}
-    run = subprocess.Popen(
-        ["setsid", "-c", "-w", sys.executable, SCRIPT, *options(fields)],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    os.close(slave)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, str(SCRIPT), *options(fields)])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     shown = b""
-    while b"tok/s" not in shown or b"loss=" not in shown:  # the bar moves
-        try:
-            shown += os.read(master, 1000)
-        except OSError:
-            pytest.fail(shown.decode())
-    os.close(master)
-    assert run.wait(timeout=120) == 0
-    assert b"train_loss" not in shown, "lines of steps go to the log alone"
+    while b"tok/s" not in shown or b"loss=" not in shown:  # the progress bar moves
+        shown += os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitpid(process, 0)[1] == 0
+    assert b"train_loss" not in shown, "step lines go only to the log"
     assert "\nstopped by a signal after step" in (tmp_path / "logs" / "p.txt").read_text()
     assert len(checkpoints(tmp_path / "logs" / "p")) == 1
 
 
-def test_a_stopped_run_says_its_file_and_the_command_that_continues_it(
+def test_a_stopped_run_prints_its_checkpoint_and_the_command_to_continue(
     tiny, tmp_path, monkeypatch, capsys
 ):
     fields = {**tiny, "run_id": "t"}
@@ -238,7 +225,7 @@ def test_a_stopped_run_says_its_file_and_the_command_that_continues_it(
     assert train_gpt2.resume_command("x", 2) == "NPROC=2 bash run.sh --run_id=x --resume=auto"
 
 
-# ---- Ranks that are killed, stuck or of another mind --------------------------------------------
+# ---- Ranks that are killed, stuck or different --------------------------------------------------
 NOT_FINITE = "gpt.h[1].mlp.c_fc.weight.register_hook(lambda grad: grad * {})"
 MISTAKE = "raise ValueError('my mistake')"
 FAULTS = {  # what a rank does at step 4, number of processes, the rank, how the run ends
@@ -253,8 +240,8 @@ FAULTS = {  # what a rank does at step 4, number of processes, the rank, how the
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_a_rank_ends_all_with_one_summary(name, tiny, tmp_path):
-    """A mistake shows its traceback; a gradient that is not finite names rank and parameter."""
+def test_a_fault_in_one_rank_ends_all_ranks_with_one_message(name, tiny, tmp_path):
+    """A bug shows its traceback; a non-finite gradient names the rank and the parameter."""
     fault, processes, rank, sentence = FAULTS[name]
     fields = {**tiny, "run_id": "f", "save_every": 2, "val_loss_every": 5, "comm_timeout": 5}
     script = faulty_script(tmp_path, fault, rank=rank)
@@ -270,7 +257,7 @@ def test_a_fault_of_a_rank_ends_all_with_one_summary(name, tiny, tmp_path):
     assert checkpoints(tmp_path / "logs" / "f")[-1] == "state_step0000000004.pt"
 
 
-UNLIKE = {  # what a second rank has otherwise, as on another node
+UNLIKE = {  # how a second rank differs, as on another node
     "seed": lambda patch, fields: fields.update(seed=1),
     "compile": lambda patch, fields: fields.update(compile=True),
     "source": lambda patch, fields: patch(train_gpt2, "SOURCE", "another"),
@@ -286,8 +273,8 @@ UNLIKE = {  # what a second rank has otherwise, as on another node
 
 
 @pytest.mark.parametrize("what", UNLIKE)
-def test_a_rank_that_differs_is_refused(what, tiny, tmp_path, monkeypatch):
-    """The ranks run one after the other; the second hears what the first has told."""
+def test_a_rank_that_differs_is_rejected(what, tiny, tmp_path, monkeypatch):
+    """Two ranks run one after the other; the second receives what the first has sent."""
     told = []
     monkeypatch.setattr(
         train_gpt2, "all_gather_objects", lambda value: told.append(value) or [value]
@@ -304,29 +291,33 @@ def test_a_rank_that_differs_is_refused(what, tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "tokens, sentence",
     [
+        (range(64), ""),
         ([*range(63), 1], "s_1.bin differs on the machine of rank 2: copy it again"),
         (range(63), "the ranks differ in the sizes of their shards ([3000, 64] on rank 0, "),
     ],
 )
-def test_ranks_that_read_other_shards_are_refused(tokens, sentence, tiny, tmp_path):
-    """As on three machines: each rank has the files of its own folder."""
+def test_three_machines_need_the_same_shards(tokens, sentence, tiny, tmp_path):
+    """Each rank has its own data folder and the environment of a machine of its own."""
     for rank in 0, 1, 2:
         folder = tmp_path / str(rank)
         write_shard(folder / "s_0.bin", np.arange(3000) % 61)
         write_shard(folder / "s_1.bin", tokens if rank == 2 else range(64))
     join = "    rank, world_size, device = join_processes(args)\n"
-    local = f"    os.chdir('{tmp_path}/' + str(rank))\n"
+    local = f"    os.chdir('{tmp_path}/' + os.environ['RANK'])\n"
     local += "    os.environ.update(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
-    done = run_forked(
-        {**tiny, "train_files": "s_*.bin", "comm_timeout": 20},
-        3,
-        edited_script(tmp_path, (join, join + local)),
-    )
-    assert summary(done).startswith(sentence)
-    assert not list(tmp_path.glob("logs/*.txt"))
+    script = edited_script(tmp_path, (join, local + join))
+    fields = {**tiny, "train_files": "s_*.bin", "comm_timeout": 20, "save_every": 6}
+    done = run_forked({**fields, "run_id": "three"}, 3, script)
+    if sentence:
+        assert summary(done).startswith(sentence)
+        assert not list(tmp_path.glob("logs/*.txt"))
+    else:
+        one = trained({**fields, "run_id": "one", "train_files": f"{tmp_path}/0/s_*.bin"}, 3)
+        assert losses(done.stdout) == losses(one)
+        assert last_bits(tmp_path / "logs" / "three") == last_bits(tmp_path / "logs" / "one")
 
 
-# ---- Mistakes, numbers that are not finite, memory and disk -------------------------------------
+# ---- Non-finite numbers, memory, disk and output ------------------------------------------------
 @pytest.mark.parametrize("part, value", [("weight", torch.nan), ("momentum", -torch.inf)])
 def test_a_state_that_is_not_finite_is_never_saved(part, value, tiny, tmp_path, monkeypatch):
     save = train_gpt2.save_checkpoint
@@ -351,13 +342,13 @@ def test_a_result_that_is_not_finite_is_an_error(tiny, tmp_path, monkeypatch):
     assert "\nresult" not in (tmp_path / "logs" / "n.txt").read_text()
 
 
-def test_memory_that_is_out_names_the_setting_to_lower(tiny, tmp_path):
+def test_out_of_memory_names_the_setting_to_lower(tiny, tmp_path):
     for error in torch.OutOfMemoryError("CUDA out of memory"), MemoryError():
         assert "--device_batch_size" in train_gpt2.describe_failure(error)
     fields = {**tiny, "batch_size": 512, "device_batch_size": 512, "num_iterations": 1}
     write_shard(tmp_path / "train_3.bin", np.arange(9000) % 64)
     limit = "resource.setrlimit(resource.RLIMIT_AS, (2**20, 2**20))"
-    fault = f"{limit}; torch.empty(2**28)"  # memory that the warm-up has freed would suffice a step
+    fault = f"{limit}; torch.empty(2**28)"  # the warm-up freed enough for a step
     done = run_forked(fields, script=faulty_script(tmp_path, fault, "step == 0"))
     assert "--device_batch_size" in summary(done) and done.stderr.count("\n") == 1
 
@@ -380,8 +371,8 @@ FULL_DISKS = {  # what happens at step 5, how the run ends, which checkpoints ar
 
 
 @pytest.mark.parametrize("case", FULL_DISKS)
-def test_a_full_disk_is_told_and_costs_no_older_checkpoint(case, tiny, tmp_path):
-    """A file may not grow beyond what the log needs; training goes on."""
+def test_a_full_disk_is_reported_and_costs_no_older_checkpoint(case, tiny, tmp_path):
+    """Training continues. Files are limited to a size that the log stays below."""
     fault, sentence, left = FULL_DISKS[case]
     fields = {**tiny, "run_id": "f", "save_every": 1, "n_embd": 32}
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (100000, -1)) if step == 3 else None"
@@ -394,7 +385,7 @@ def test_a_full_disk_is_told_and_costs_no_older_checkpoint(case, tiny, tmp_path)
     assert checkpoints(tmp_path / "logs" / "f") == left
     assert ("\nresult val_loss" in done.stdout) == (case == "for a while")
     partial = tmp_path / "logs" / "f" / "partial"
-    assert partial.exists() == (case == "at a stop"), "it is deleted if it can be"
+    assert partial.exists() == (case == "at a stop"), "it is deleted if possible"
 
 
 @pytest.mark.parametrize("output", ["> /dev/full", ">&-"])
@@ -408,10 +399,8 @@ def test_output_that_cannot_be_written_does_not_end_training(output, tiny, tmp_p
     assert "\nresult val_loss" in (tmp_path / "logs" / "o.txt").read_text()
 
 
-def test_a_command_tells_of_success_and_failure_on_any_terminal(
-    tiny, tmp_path, monkeypatch, capsys
-):
-    """Also on one of ASCII, or on none, and with a LOCAL_RANK that no torchrun has set."""
+def test_output_works_on_an_ascii_terminal_and_without_one(tiny, tmp_path, monkeypatch, capsys):
+    """An error is also printed if LOCAL_RANK is set without torchrun."""
     monkeypatch.setattr(train_gpt2.StopRequest, "catch_signals", lambda self: None)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     train_gpt2.cli(options({**tiny, "log_dir": tmp_path / "Jörg"}))
@@ -423,8 +412,8 @@ def test_a_command_tells_of_success_and_failure_on_any_terminal(
     assert capsys.readouterr().err.startswith("train_gpt2.py: n_layer=0 must be a number between")
 
 
-def test_a_shard_that_is_lost_in_mid_run_costs_no_step(tiny, tmp_path, capsys):
-    """All ranks save the steps before, although only the last one needs that shard."""
+def test_a_shard_lost_during_a_run_costs_no_step(tiny, tmp_path, capsys):
+    """All ranks stop and save, although only the last one needs that shard."""
     fields = {**tiny, "run_id": "s", "val_loss_every": 0, "resume": "auto"}
     shard = tmp_path / "train_1.bin"
     loss = f"os.rename('{shard}', '{shard}.gone')"
@@ -436,17 +425,17 @@ def test_a_shard_that_is_lost_in_mid_run_costs_no_step(tiny, tmp_path, capsys):
     assert "continuing after step 3\n" in capsys.readouterr().out
 
 
-# ---- What earlier runs have left ----------------------------------------------------------------
+# ---- Files of earlier runs ----------------------------------------------------------------------
 @pytest.fixture
 def half(tiny):
-    """Settings that go on with a run of six steps, which a signal has ended after three."""
+    """Settings that resume a run of six steps, which a signal stopped after three."""
     assert run_here(tiny, 3, run_id="half") is None
     return {**tiny, "resume": f"{tiny['log_dir']}/half/state_step0000000003.pt"}
 
 
 @pytest.fixture
 def weights(tiny, tmp_path):
-    """The weights that a tiny run ended with."""
+    """The path of the final weights of a tiny run."""
     run_here(tiny, run_id="first", save_every=6)
     return tmp_path / "logs" / "first" / "model.pt"
 
@@ -481,10 +470,10 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("changes, sentence", REFUSALS)
-def test_what_does_not_fit_to_earlier_runs_is_refused(
+def test_conflicts_with_earlier_runs_are_rejected(
     changes, sentence, tiny, half, weights, tmp_path, monkeypatch
 ):
-    """third has checkpoints, fourth the weights of a finished run; their logs are lost."""
+    """The logs of third, with checkpoints, and fourth, with final weights, are lost."""
     monkeypatch.chdir(tmp_path)
     for copy in "third", "damaged":
         shutil.copytree("logs/half", f"logs/{copy}")
@@ -495,7 +484,7 @@ def test_what_does_not_fit_to_earlier_runs_is_refused(
 
 
 def test_a_run_starts_from_the_weights_of_another(tiny, weights, capsys):
-    """At step 0, with new optimizers; from model.pt and from a checkpoint alike."""
+    """It starts at step 0 with new optimizers, from model.pt or from a checkpoint."""
     tiny["seed"] = 1  # may differ
     last = validations((weights.parents[1] / "first.txt").read_text())[-1][1]
     checkpoint = weights.with_name("state_step0000000006.pt")
@@ -506,7 +495,7 @@ def test_a_run_starts_from_the_weights_of_another(tiny, weights, capsys):
         rows = validations(text)
         assert rows[0][:2] == (0, pytest.approx(last, abs=2e-4)) and rows[-1][1] < last
         assert f"starting from the weights in {path}\n" in text
-    # A run that is stopped goes on without them, to the bit.
+    # If it is stopped, it resumes without that file and ends with the same bits.
     third = {**tiny, "run_id": "third", "save_every": 6, "resume": "auto", "init": str(checkpoint)}
     assert run_here(third, 3) is None
     checkpoint.unlink()
@@ -516,7 +505,7 @@ def test_a_run_starts_from_the_weights_of_another(tiny, weights, capsys):
 
 
 @both_dtypes
-def test_a_run_goes_on_with_other_processes_and_micro_batches(dtype, tiny, capsys):
+def test_a_run_resumes_with_other_processes_and_micro_batches(dtype, tiny, capsys):
     fields = {**tiny, "dtype": dtype}
     run_here(fields)
     whole = capsys.readouterr().out
@@ -533,8 +522,8 @@ def test_a_run_goes_on_with_other_processes_and_micro_batches(dtype, tiny, capsy
         assert hashes[0] == hashes[1]
 
 
-def test_a_run_may_grow_and_its_data_be_added_and_moved(half, tmp_path, monkeypatch, capsys):
-    """Its dtype may differ, too, as auto chooses on another machine, and its script may be newer."""
+def test_a_resumed_run_may_be_longer_and_its_data_extended(half, tmp_path, monkeypatch, capsys):
+    """The data may also be moved, the dtype of the machine may differ and the script be newer."""
     state = torch.load(half["resume"], weights_only=True)
     del state["hyperparameters"]["shuffle"]
     save_with_checksum(state, half["resume"])
@@ -555,7 +544,7 @@ def test_a_run_may_grow_and_its_data_be_added_and_moved(half, tmp_path, monkeypa
 
 
 def test_a_finished_run_is_neither_trained_nor_changed_again(tiny, tmp_path, capsys):
-    """Also when its weights were removed, or when only a checkpoint of a stop is there."""
+    """This holds even without its weights and with only the checkpoint of an earlier stop."""
     fields = {**tiny, "run_id": "e", "resume": "auto"}
     run_here(fields, 3)
     loss = run_here(fields)
@@ -567,7 +556,7 @@ def test_a_finished_run_is_neither_trained_nor_changed_again(tiny, tmp_path, cap
 
 
 def test_a_return_to_an_older_checkpoint_is_not_undone_by_auto(tiny, tmp_path, capsys):
-    """The newer checkpoints are renamed; auto then goes on with the new branch."""
+    """The newer checkpoints are renamed, so auto continues the new branch."""
     fields = {**tiny, "run_id": "b", "save_every": 1, "keep_checkpoints": 3}
     run_here(fields, 5)
     folder = tmp_path / "logs" / "b"
@@ -592,16 +581,12 @@ def test_a_failed_start_does_not_use_up_its_run_id(tiny, tmp_path, monkeypatch):
     assert log.count("\nhyperparameter run_id=") == 1 and "none.pt" not in log
 
 
-def no_memory(*arguments, **options):
-    raise MemoryError
-
-
 def test_a_good_checkpoint_that_cannot_be_loaded_is_an_error(half, tmp_path):
-    """auto does not pass it over, starts nothing anew and deletes nothing."""
+    """auto neither skips it nor starts over, and deletes nothing."""
     half |= {"run_id": "half", "resume": "auto", "save_every": 1, "keep_checkpoints": 1}
     before = content(tmp_path / "logs")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(torch, "load", no_memory)
+        patch.setattr(torch, "load", Mock(side_effect=MemoryError))
         run_here(half)
     with pytest.MonkeyPatch.context() as patch:
         sgd = [torch.optim.SGD([torch.zeros(1)])]
@@ -614,7 +599,7 @@ def test_a_good_checkpoint_that_cannot_be_loaded_is_an_error(half, tmp_path):
 
 
 class CountingSGD(torch.optim.SGD):
-    """Keeps a counter in its groups, as Prodigy and schedule-free optimizers do."""
+    """Keeps a counter in its param_groups, as Prodigy and schedule-free optimizers do."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -623,8 +608,8 @@ class CountingSGD(torch.optim.SGD):
         super().step(closure)
 
 
-def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tiny, tmp_path, monkeypatch):
-    """But for learning rates, which may be edited in the script."""
+def test_counters_in_param_groups_are_restored(tiny, tmp_path, monkeypatch):
+    """Learning rates are not, because they may be edited in the script."""
     rates = [0.01]
     monkeypatch.setattr(
         train_gpt2, "build_optimizers", lambda gpt, *_: [CountingSGD(gpt.parameters(), rates[-1])]
@@ -642,7 +627,7 @@ def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tiny, tmp_path, monkey
     assert state["optimizers"][0]["param_groups"][0]["initial_lr"] == 0.02
 
 
-# ---- Files: damaged, foreign, hostile -----------------------------------------------------------
+# ---- Damaged, foreign and hostile files ---------------------------------------------------------
 class Hostile:
     def __init__(self, folder):
         self.folder = folder
@@ -652,7 +637,7 @@ class Hostile:
 
 
 def save_with_checksum(state, path):
-    """Write a state as somebody else may, with a good checksum."""
+    """Write a state with a valid checksum, as an attacker could."""
     torch.save(state, path)
     with open(path, "ab") as file:
         file.write(train_gpt2.crc32_of_file(path).to_bytes(4, "little"))
@@ -668,8 +653,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_no_whole_checkpoint_is_refused(damage, tiny, tmp_path, capsys):
-    """By name with a sentence; by auto passed over for the one before."""
+def test_an_incomplete_checkpoint_is_rejected(damage, tiny, tmp_path, capsys):
+    """If named, it is an error; auto reports it and takes the one before."""
     fields = {**tiny, "run_id": "d", "save_every": 2}
     run_here(fields, 4)
     newest = tmp_path / "logs" / "d" / "state_step0000000004.pt"
@@ -687,7 +672,7 @@ def test_what_is_no_whole_checkpoint_is_refused(damage, tiny, tmp_path, capsys):
     assert content(newest.parent) == before
 
 
-def test_a_hostile_pickle_is_not_run(tiny, tmp_path):
+def test_a_hostile_pickle_is_not_executed(tiny, tmp_path):
     save_with_checksum({"step": Hostile(tmp_path / "hostile")}, tmp_path / "a.pt")
     refused("a.pt is not a checkpoint of this run", tiny, resume=f"{tmp_path}/a.pt")
     refused("a.pt is not a checkpoint of this run", tiny, init=f"{tmp_path}/a.pt")
@@ -705,7 +690,7 @@ many_examples = settings(
 @many_examples
 @given(data=st.data())
 def test_a_flipped_byte_or_a_cut_is_noticed(data, half):
-    """No checksum of the archive covers its table of contents, which is in the last 700 bytes."""
+    """The archive's own checksums omit its table of contents, in the last 700 bytes."""
     damaged = bytearray(Path(half["resume"]).read_bytes())
     last = len(damaged) - 1
     place = data.draw(st.integers(0, last) | st.integers(last - 700, last))
@@ -719,7 +704,7 @@ def test_a_flipped_byte_or_a_cut_is_noticed(data, half):
 
 
 def places_in(value, path=()):
-    """Yield the path of each part of nested dicts and lists."""
+    """Yield the path to each part of nested dicts and lists."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, part in items:
         yield (*path, key)
@@ -734,7 +719,7 @@ OTHERS = [None, True, -1, 10**30, 1.5, float("nan"), "../../x", b"x", [], {}, ()
 @many_examples
 @given(data=st.data())
 def test_any_changed_part_of_a_checkpoint_is_refused_or_harmless(data, half):
-    """With a good checksum. A part is removed or replaced."""
+    """A part is removed or replaced, and the checksum is valid."""
     state = torch.load(half["resume"], weights_only=True)
     path = data.draw(st.sampled_from(list(places_in(state))))
     parent = state
@@ -754,7 +739,7 @@ def test_any_changed_part_of_a_checkpoint_is_refused_or_harmless(data, half):
 def test_auto_takes_the_newest_by_its_step_and_only_what_the_run_wrote_is_deleted(
     tiny, tmp_path, capsys
 ):
-    """Not by the time of a file. Other files stay, whatever a checkpoint lists as its files."""
+    """File times do not matter. Other files stay even if a checkpoint lists them as its own."""
     fields = {**tiny, "run_id": "k", "save_every": 1, "keep_checkpoints": 2}
     run_here(fields, 3)
     folder = tmp_path / "logs" / "k"
@@ -788,22 +773,3 @@ def test_two_runs_never_write_one_log(half):
     with open(f"{half['log_dir']}/half.txt") as log:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         refused(r"another process is writing .*half\.txt", half, resume="auto", run_id="half")
-
-
-# ---- More than one node -------------------------------------------------------------------------
-def test_two_nodes_are_one(tiny, tmp_path):
-    """Two torchrun agents on loopback, as the README starts them, against two processes of one."""
-    fields = {**tiny, "device_batch_size": 3, "save_every": 6}
-    one = trained({**fields, "run_id": "one"}, 2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = [
-        "--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=test",
-        "--local_addr=127.0.0.1",
-    ]  # fmt: skip
-    agents = [start({**fields, "run_id": "two"}, flags=flags) for _ in range(2)]
-    ended = [finish(agent) for agent in agents]
-    assert [done.returncode for done in ended] == [0, 0], ended
-    assert losses("".join(done.stdout for done in ended)) == losses(one)
-    assert last_bits(tmp_path / "logs" / "one") == last_bits(tmp_path / "logs" / "two")
