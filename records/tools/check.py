@@ -1,22 +1,20 @@
 """Check whether a run can start here: `bash run.sh check [--name=value ...]`, also under torchrun.
 
-Prints one line per check and a table of all parameters. If nothing has to be fixed, it compiles the
-model and takes three steps, however slow they are, to predict how long the run takes. Ends with
-`all is well` and exit status 0, or with a list of what to fix and exit status 1. Saves nothing.
+Prints one line per check. If nothing has to be fixed, it compiles the model and takes three steps,
+however slow they are, to predict how long the run takes. Ends with `all is well` and exit status 0,
+or with a list of what to fix and exit status 1. Saves nothing. `python data/fineweb.py` and
+`python data/shards.py DIR` verify the checksums of shards, which this tool does not.
 """
 
 import itertools
-import json
 import math
 import os
 import platform
-import re
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,9 +22,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
-from shards import file_sha256, read_manifest  # noqa: E402
-
+sys.path.insert(0, str(ROOT))
 import train_gpt2  # noqa: E402
 from train_gpt2 import UserError  # noqa: E402
 
@@ -74,13 +70,9 @@ class Checks:
         faults = itertools.chain(*train_gpt2.all_gather_objects(self.faults))
         return list(dict.fromkeys(faults))
 
-    def check_settings(self):
-        """Parse the settings."""
+    def check_setup(self):
+        """Parse the settings and join the other processes."""
         self.args = train_gpt2.parse_args(self.argv)
-        return "all valid"
-
-    def check_device(self):
-        """Join the other processes."""
         self.place = train_gpt2.join_processes(self.args)
         self.rank, self.world_size, self.device = self.place
         self.dtype = train_gpt2.product_dtype(self.args, self.device)
@@ -104,45 +96,25 @@ class Checks:
         """Open the shards."""
         self.loaders = train_loader, val_loader = train_gpt2.open_data(self.args, *self.place)
         return (
-            f"{len(train_loader.paths)} + {len(val_loader.paths)} shards; the run reads "
-            f"{train_loader.total_tokens:,} tokens "
+            f"the run reads {train_loader.total_tokens:,} tokens "
             f"{train_gpt2.epochs(self.args, train_loader):.3f} times and validates on "
             f"{train_gpt2.val_tokens_of(self.args, val_loader):,} of {val_loader.total_tokens:,}"
         )
 
-    def check_shards(self):
-        """Compare the shards between ranks, and this rank's share of them with known checksums."""
-        contents = {"the shards": [loader.contents for loader in self.loaders]}
-        train_gpt2.check_ranks_agree(contents, "give all machines the same data")
-        paths = [Path(path) for loader in self.loaders for path in loader.paths]
-        expected = json.loads((ROOT / "data" / "fineweb.json").read_text())["sha256"]
-        for folder in {path.parent for path in paths}:
-            expected |= read_manifest(folder / "manifest.json")["shards"]
-        known = [path for path in paths if path.name in expected]
-        for path in known[self.rank :: self.world_size]:
-            if file_sha256(path) != expected[path.name]:
-                raise UserError(f"{path} has an unexpected sha256: fetch or pack it again")
-        return f"{len(known)} of {len(paths)} have a known sha256, and it is right"
-
     def check_optimizers(self):
-        """List count, shape, optimizer and rate of all parameters, without allocating them."""
+        """Count the parameters of each optimizer, without allocating them."""
         with torch.device("meta"):
             gpt = train_gpt2.GPT(self.args, self.dtype)
             optimizers = train_gpt2.build_optimizers(gpt, self.args, self.rank, self.world_size)
-        settings = {}
-        self.states = 0  # float32 values in the optimizers
+        self.weights = self.states = 0  # float32 values
+        parts = []
         for optimizer in optimizers:
             name = type(optimizer).__name__
-            for p in train_gpt2.params_of(optimizer):
-                settings[p] = f"{name:7s} lr:{optimizer.defaults['lr']:g}"
-                self.states += p.numel() * (2 if name == "AdamW" else 1)
-        self.weights = sum(p.numel() for p in settings)
-        rows = Counter()
-        for name, p in gpt.named_parameters():
-            name = re.sub("[.][0-9]+", ".*", name)
-            rows[f"{name:24s} {tuple(p.shape)!s:16s} {settings[p]}"] += 1
-        lines = [f"  {count:3d} x {row}" for row, count in rows.items()]
-        return "\n".join([f"{self.weights:,} parameters", *lines])
+            weights = sum(p.numel() for p in train_gpt2.params_of(optimizer))
+            self.weights += weights
+            self.states += weights * (2 if name == "AdamW" else 1)
+            parts.append(f"{name} has {weights:,} parameters, lr {optimizer.defaults['lr']:g}")
+        return "; ".join(parts)
 
     def check_memory(self):
         """Compare weights, gradients and optimizer states with the memory."""
@@ -177,11 +149,8 @@ class Checks:
             compiling = timed(train_gpt2.warm_up, gpt, args, val_loader)
         except Exception as error:
             cause = str(error).splitlines()[0]
-            raise UserError(
-                f"a micro-batch fails ({cause}): if memory is short, pass a smaller "
-                f"--device_batch_size; if a compiler is missing, install g++ and Python.h, or pass "
-                f"--compile=False"
-            ) from None
+            fix = "lower --device_batch_size, or install g++ and Python.h, or pass --compile=False"
+            raise UserError(f"a micro-batch fails ({cause}): {fix}") from None
 
         def train_step():
             batch = train_loader.next_batch()
@@ -195,21 +164,18 @@ class Checks:
         validations = 1 + math.ceil(args.num_iterations / (args.val_loss_every or math.inf))
         seconds = step * args.num_iterations + validation * validations + compiling
         return (
-            f"about {timedelta(seconds=round(seconds))}: {args.num_iterations} steps of "
-            f"{1000 * step:.1f} ms, {validations} validations of {validation:.1f} s, compiling "
-            f"{compiling:.1f} s"
+            f"about {timedelta(seconds=round(seconds))} in all: {1000 * step:.1f} ms per step, "
+            f"{validation:.1f} s per validation, {compiling:.1f} s of compiling"
         )
 
 
 def main(argv):
     """Run all checks; return the faults of all ranks."""
     checks = Checks(argv)
-    if not (checks.run("settings") and checks.run("device")):
+    if not checks.run("setup"):
         return checks.faults
     checks.run("network")
     checks.run("data")
-    if not checks.faults_of_all_ranks():
-        checks.run("shards")
     if checks.run("optimizers"):
         checks.run("memory")
         checks.run("disk")

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from report import markdown
-from runlog import ROOT, argument_parser, command
+from runlog import ROOT, argument_parser, command, require
 
 sys.path.insert(0, str(ROOT))
 import gpu_compiler  # before torch
@@ -110,13 +110,11 @@ class Clock(TorchDispatchMode):
         flops_of = flop_registry.get(func.overloadpacket)
         if self.graph and not flops_of:
             return out  # part of a Triton kernel
-        returns = func._schema.returns
-        view = any(r.alias_info and not r.alias_info.is_write for r in returns)
-        free = ("empty", "detach", "_unsafe_view", "scalar_tensor")
-        if view or func.namespace != "aten" or func.__name__.startswith(free):
+        free = ("empty", "_unsafe_view", "scalar_tensor")
+        if func.is_view or func.namespace != "aten" or func.__name__.startswith(free):
             return out
         values = tree_leaves((args, kwargs, out))
-        if not returns:  # the operation writes some of its arguments
+        if out is None:  # the operation writes some of its arguments
             values += tree_leaves([a for s, a in zip(func._schema.arguments, args) if s.alias_info])
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         flops = flops_of(*args, **kwargs, out_val=out) if flops_of else 0
@@ -209,10 +207,8 @@ def main(argv):
     parser.add_argument("--world_size", type=int, default=1, help="number of GPUs")
     own, rest = parser.parse_known_args(argv)
     args = train_gpt2.parse_args(rest)
-    if own.world_size < 1 or args.batch_size % own.world_size:
-        raise train_gpt2.UserError(
-            f"world_size={own.world_size} must divide batch_size={args.batch_size}"
-        )
+    divides = own.world_size > 0 and args.batch_size % own.world_size == 0
+    require(divides, f"world_size={own.world_size} must divide batch_size={args.batch_size}")
     sequences = args.batch_size // own.world_size
     micro_batch = train_gpt2.micro_batch_size(sequences, args.device_batch_size)
     args = dataclasses.replace(args, device_batch_size=micro_batch)

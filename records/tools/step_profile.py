@@ -7,11 +7,9 @@ log_dir/profile_<time>/. There is no log and no checkpoint.
 """
 
 import contextlib
-import functools
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -26,20 +24,6 @@ import train_gpt2
 WARM_UP, PROFILED = 2, 3  # steps; the first one creates the optimizers' states
 
 
-def in_range(function, part, range_of):
-    """Wrap a function to run in range_of(part), also while its collective is waited for."""
-
-    @functools.wraps(function)
-    def wrapper(*arguments, **named):
-        with range_of(part):
-            result = function(*arguments, **named)
-        if isinstance(result, dist.Work):
-            return SimpleNamespace(wait=in_range(result.wait, part, range_of))
-        return result
-
-    return wrapper
-
-
 @contextlib.contextmanager
 def parts_in_ranges(optimizers, range_of):
     """Run each part of a training step in the context manager range_of(part); yield the parts."""
@@ -52,8 +36,8 @@ def parts_in_ranges(optimizers, range_of):
     )
     with contextlib.ExitStack() as patches:
         for owner, name, part in calls:
-            function = in_range(getattr(owner, name), part, range_of)
-            patches.enter_context(mock.patch.object(owner, name, function))
+            in_range = range_of(part)(getattr(owner, name))  # context managers are decorators
+            patches.enter_context(mock.patch.object(owner, name, in_range))
         yield [part for *_, part in calls]
 
 
@@ -75,8 +59,7 @@ class Run:
         train_gpt2.configure_backend(args, self.device)
         self.loader, val_loader = train_gpt2.on_all_ranks(train_gpt2.open_data, args, *place)
         torch.manual_seed(args.seed)
-        dtype = train_gpt2.product_dtype(args, self.device)
-        self.gpt = train_gpt2.GPT(args, dtype).to(self.device)
+        self.gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, self.device)).to(self.device)
         self.optimizers = train_gpt2.build_optimizers(self.gpt, args, self.rank, world_size)
         with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
             train_gpt2.warm_up(self.gpt, args, val_loader)
