@@ -1,9 +1,9 @@
 """Check whether a run can start here: `bash run.sh check [--name=value ...]`, also under torchrun.
 
 Prints one line per check. If nothing has to be fixed, it compiles the model and takes three steps,
-however slow they are, to predict how long the run takes. Ends with `all is well` and exit status 0,
-or with a list of what to fix and exit status 1. Saves nothing. `python data/fineweb.py` and
-`python data/shards.py DIR` verify the checksums of shards, which this tool does not.
+however slow they are, to predict the time and the memory of the run. Ends with `all is well` and
+exit status 0, or with a list of what to fix and exit status 1. Saves nothing. `data/fineweb.py` and
+`data/shards.py DIR` verify the checksums of shards, which this tool does not.
 """
 
 import itertools
@@ -32,14 +32,6 @@ def timed(function, *arguments):
     start = time.perf_counter()
     function(*arguments)
     return time.perf_counter() - start
-
-
-def usable_memory(device):
-    """Return the free memory of the GPU, or a process's share of the machine's memory, in GiB."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / 2**30
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return memory / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / 2**30
 
 
 class Checks:
@@ -103,6 +95,7 @@ class Checks:
 
     def check_optimizers(self):
         """Count the parameters of each optimizer, without allocating them."""
+        train_gpt2.check_memory(self.args)
         with torch.device("meta"):
             gpt = train_gpt2.GPT(self.args, self.dtype)
             optimizers = train_gpt2.build_optimizers(gpt, self.args, self.rank, self.world_size)
@@ -115,17 +108,6 @@ class Checks:
             self.states += weights * (2 if name == "AdamW" else 1)
             parts.append(f"{name} has {weights:,} parameters, lr {optimizer.defaults['lr']:g}")
         return "; ".join(parts)
-
-    def check_memory(self):
-        """Compare weights, gradients and optimizer states with the memory."""
-        need, memory = 4 * (2 * self.weights + self.states) / 2**30, usable_memory(self.device)
-        text = (
-            f"weights, gradients and optimizer states take up to {need:.1f} GiB, activations come "
-            f"on top; each process can use {memory:.1f} GiB"
-        )
-        if need > memory:
-            raise UserError(f"{text}: take a smaller model")
-        return text
 
     def check_disk(self):
         """Check that log_dir is writable and has space for the checkpoints and one in progress."""
@@ -140,7 +122,7 @@ class Checks:
         return text
 
     def check_time(self):
-        """Predict the time of the run from three steps."""
+        """Predict the time and the memory of the run from three steps and part of a validation."""
         args, (train_loader, val_loader) = self.args, self.loaders
         train_gpt2.configure_backend(args, self.device)
         gpt = train_gpt2.GPT(args, self.dtype).to(self.device)
@@ -163,9 +145,11 @@ class Checks:
         # With val_loss_every=0, the only validation is the one after the last step.
         validations = 1 + math.ceil(args.num_iterations / (args.val_loss_every or math.inf))
         seconds = step * args.num_iterations + validation * validations + compiling
+        memory = train_gpt2.peak_memory(self.device) / 2**10
         return (
             f"about {timedelta(seconds=round(seconds))} in all: {1000 * step:.1f} ms per step, "
-            f"{validation:.1f} s per validation, {compiling:.1f} s of compiling"
+            f"{validation:.1f} s per validation, {compiling:.1f} s of compiling; peak memory "
+            f"{memory:.1f} GiB"
         )
 
 
@@ -177,7 +161,6 @@ def main(argv):
     checks.run("network")
     checks.run("data")
     if checks.run("optimizers"):
-        checks.run("memory")
         checks.run("disk")
     if not checks.faults_of_all_ranks():
         checks.run("time")

@@ -8,8 +8,8 @@
 #      plan          prediction of records/tools/plan.py for the default settings on an H200
 #      profile       measured parts of a step (records/tools/step_profile.py), and beside them the plan
 #      default       40 steps of the default settings: cold start, then 15 steps with a warm cache
-#   2  candidate     --preset=candidate against record7: PAIRS seeds (2, 4, ...; default 2), each of SIDE_STEPS
-#                    steps (default 150) of 131,072 tokens, by records/tools/ab.py
+#   2  candidate     --preset=candidate against record7 by records/tools/ab.py: PAIRS seeds (an even
+#                    number, default 2), each of SIDE_STEPS steps (default 150) of 131,072 tokens
 #   3  plain         a step against the plain implementation; memory at device_batch_size 64
 #      muon          tests/bench/bench_muon.py
 #      resume        killed and resumed: bit-identical?
@@ -108,7 +108,7 @@ tests() { run_part tests "$python" -m pytest -v -m cuda tests/test_cuda.py \
     --cuda_tests_on="$device" -p no:cacheprovider; }
 resume() {
     local settings=("${small[@]}" --num_iterations="$few" --val_loss_every=0)
-    run_part resume_whole "$python" train_gpt2.py "${settings[@]}" --save_every="$few" --run_id=whole
+    run_part resume_whole "$python" train_gpt2.py "${settings[@]}" --run_id=whole
     settings+=(--run_id=cut --save_every=3 --keep_checkpoints=1)
     "$python" train_gpt2.py "${settings[@]}" >"$work/cut.txt" 2>&1 &
     while [ "$SECONDS" -lt "$end" ] && kill -0 $! 2>/dev/null; do
@@ -119,8 +119,7 @@ resume() {
     run_part resume_cut "$python" train_gpt2.py "${settings[@]}" --resume=auto
     run_part resume "$python" -c "
 import torch
-whole, cut = (torch.load('$work/logs/%s/state_step%010d.pt' % (name, $few), weights_only=True)['model']
-              for name in ('whole', 'cut'))
+whole, cut = (torch.load(f'$work/logs/{run}/model.pt')['model'] for run in ('whole', 'cut'))
 largest = max((whole[name] - cut[name]).abs().max().item() for name in whole)
 print('killed after a checkpoint and resumed: largest difference of a weight', largest)"
 }
