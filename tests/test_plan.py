@@ -99,24 +99,22 @@ def test_an_invalid_number_of_gpus_is_rejected_in_one_sentence():
 
 
 def test_a_plan_is_compared_with_a_trace(tmp_path, capsys):
-    """The trace holds two steps, with one matmul within Muon's range and one outside."""
-    plan = tmp_path / "plan.txt"
-    parts = {"products of blocks, forward": 4, "embedding's gradient": 1, "step": 5}
-    plan.write_text(
-        "".join(f"| {part} | 1 | 2.0 | {ms}.00 | 9.9% |\n" for part, ms in parts.items())
-    )
-    events = [("user_annotation", "step", 0, 10_000), ("user_annotation", "step", 9000, 10_000)]
-    events += [("gpu_user_annotation", "Muon", 5000, 1000), ("kernel", "nvjet_hsh", 1000, 8000)]
-    events += [("kernel", "nvjet_hsh", 5500, 400), ("kernel", "triton_red_fused", 9000, 3000)]
-    events = [dict(zip(("cat", "name", "ts", "dur"), event)) for event in events]
-    trace = tmp_path / "trace.json.gz"
+    """The trace holds two steps. The compiler names a kernel after the attention next to it."""
+    plan, trace = tmp_path / "plan.txt", tmp_path / "trace.json.gz"
+    parts = {"products of blocks, forward": 3, "Newton-Schulz": 1, "AdamW": 1, "step": 5}
+    plan.write_text("".join(f"| {part} | 1 | 2.0 | {parts[part]}.00 | 9.9% |\n" for part in parts))
+    events = [("user_annotation", "step", 10_000), ("user_annotation", "step", 12_000)]
+    events += [("kernel", "nvjet_hsh", 8000), ("kernel", "Gemm", 800), ("kernel", "multi", 1000)]
+    events += [("kernel", "triton_flash_attention_fused", 3000), ("cpu_op", "step", 9000)]
+    events = [dict(zip(("cat", "name", "dur"), event)) for event in events]
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     compare_plan.main([str(plan), str(trace)])
     rows = capsys.readouterr().out.splitlines()
-    assert "| products | 4.00 | 4.00 | 1.00 |" in rows
-    assert "| Triton kernels | 1.00 | 1.50 | 1.50 |" in rows
-    assert "| optimizers | 0.00 | 0.20 | n/a |" in rows
-    assert "| step | 5.00 | 10.00 | 2.00 |" in rows
+    assert "| Triton kernels | 0.00 | 1.50 | n/a |" in rows
+    assert "| attention | 0.00 | 0.00 | n/a |" in rows
+    assert "| products | 4.00 | 4.40 | 1.10 |" in rows
+    assert "| step | 5.00 | 11.00 | 2.20 |" in rows
+    assert "| other | 1.00 | 0.50 | 0.50 |" in rows
     plan.write_text("no table")
     with pytest.raises(ValueError, match=r"plan.txt holds no plan"):
         compare_plan.main([str(plan), str(trace)])

@@ -3,27 +3,36 @@
     python records/tools/compare_plan.py PLAN.txt TRACE.json.gz
 
 PLAN.txt is the output of plan.py, and TRACE.json.gz a trace that step_profile.py wrote on a GPU.
-For collectives, the plan shows how long ranks wait for them, and the trace how long they take.
+Newton-Schulz counts as products. For collectives, the plan shows how long ranks wait for them, and
+the trace how long they take.
 """
 
 import gzip
 import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 from report import markdown
 from runlog import argument_parser, command, require
 
-CLASSES = {  # patterns: of the plan's parts, from their beginning, and of CUDA kernels' names
-    "collectives": ("communication", "nccl"),
-    "optimizers": ("AdamW|Muon|Newton-Schulz|Adagrad", "adam"),
-    "attention": ("attention", "flash|fmha|sdpa"),
-    "products": ("products", "gemm|nvjet|cutlass|cublas|xmma"),
-    "Triton kernels": ("element-wise|embedding's", "triton"),
-    "other": ("gradient accumulation|n-grams|other", ""),
-    "step": ("step", "step"),
+CLASSES = {  # patterns of a plan's parts and of CUDA kernels' names; the first match counts
+    "Triton kernels": "^triton|^element-wise|^embedding's",
+    "collectives": "^communication|nccl",
+    "attention": "^attention|flash|fmha|sdpa",
+    "products": "^products|^Newton-Schulz|gemm|nvjet|cutlass|cublas|xmma",
+    "step": "^step$",
+    "other": "",
 }
+
+
+def ms_by_class(timed_names):
+    """Add up (name, ms) pairs by the class of the name."""
+    total = Counter()
+    for name, ms in timed_names:
+        kind = next(kind for kind in CLASSES if re.search(CLASSES[kind], name, re.I))
+        total[kind] += float(ms)
+    return total
 
 
 def main(argv):
@@ -32,32 +41,20 @@ def main(argv):
     parser.add_argument("plan", type=Path)
     parser.add_argument("trace", type=Path)
     paths = parser.parse_args(argv)
-    text = paths.plan.read_text()
-    planned, measured = Counter(), Counter()
-    for part, ms in re.findall(r"^\| (.+?) \|.* ([\d.]+) \| [\d.]+% \|$", text, re.M):
-        [kind] = [kind for kind, (parts, _) in CLASSES.items() if re.match(parts, part)]
-        planned[kind] += float(ms)
+    planned = ms_by_class(
+        re.findall(r"^\| (.+?) \|.* ([\d.]+) \| [\d.]+% \|$", paths.plan.read_text(), re.M)
+    )
     require(planned, f"{paths.plan} holds no plan: give the output of plan.py")
-    events = defaultdict(list)
-    for event in json.loads(gzip.decompress(paths.trace.read_bytes()))["traceEvents"]:
-        events[event.get("cat")].append(event)
-    steps = [event["dur"] for event in events["user_annotation"] if event["name"] == "step"]
+    events = json.loads(gzip.decompress(paths.trace.read_bytes()))["traceEvents"]
+    steps = [e for e in events if (e.get("cat"), e["name"]) == ("user_annotation", "step")]
     require(steps, f"{paths.trace} has no range named step: give a trace of step_profile.py")
-    measured["step"] = sum(steps)
-    optimizers = CLASSES["optimizers"][0]
-    ranges = [e for e in events["gpu_user_annotation"] if re.fullmatch(optimizers, e["name"])]
-    for kernel in events["kernel"]:
-        name, start = kernel["name"].lower(), kernel["ts"]
-        kind = next(kind for kind, (_, names) in CLASSES.items() if re.search(names, name))
-        if kind != "collectives" and any(0 <= start - e["ts"] < e["dur"] for e in ranges):
-            kind = "optimizers"
-        measured[kind] += kernel["dur"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    measured = ms_by_class((e["name"], e["dur"] / 1000 / len(steps)) for e in steps + kernels)
     rows = []
     for kind in CLASSES:
-        ms = measured[kind] / 1000 / len(steps)
-        ratio = f"{ms / planned[kind]:.2f}" if planned[kind] else "n/a"
-        rows.append([kind, f"{planned[kind]:.2f}", f"{ms:.2f}", ratio])
-    print(markdown(["kernels", "planned, ms a step", "measured", "measured / planned"], rows))
+        ratio = f"{measured[kind] / planned[kind]:.2f}" if planned[kind] else "n/a"
+        rows.append([kind, f"{planned[kind]:.2f}", f"{measured[kind]:.2f}", ratio])
+    print(markdown(["kernels", "planned, ms per step", "measured", "measured / planned"], rows))
 
 
 if __name__ == "__main__":

@@ -155,8 +155,8 @@ def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
     """Record a Triton kernel. Called again if Inductor adds configurations to it."""
     make_launchers(self)
     source, meta, signature = self.fn.src, self.inductor_meta, self.triton_meta["signature"]
-    loops = dict(re.findall(r"\b([xyzr]\d?_?)numel = (\d+)", source))
-    sizes = {axis: int(size) for axis, size in loops.items()}
+    loops = re.findall(r"\b([xyzr]\d?_?)numel = (\d+)", source)
+    sizes = {axis: int(size) for axis, size in loops}
     moved = 1e9 * (meta.get("kernel_num_gb") or 0)
     # A loop this long reads from memory each time, but Inductor counts each input only once.
     if sizes.get("r0_", 0) >= 8192:
@@ -196,12 +196,12 @@ def compile_graph(graph_module, inputs, names, **named):
 
 def attention_of_gpu(query, key, value, is_causal):
     """Call the attention kernel that PyTorch chooses on the GPU, which cannot be queried here."""
-    if chosen.gpu.major >= 9:
-        gradient = torch.is_grad_enabled()
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        return cudnn(query, key, value, None, gradient, 0.0, is_causal)[0]
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    return flash(query, key, value, 0.0, is_causal)[0]
+    aten, gradient = torch.ops.aten, torch.is_grad_enabled()
+    if chosen.gpu.major < 9:
+        return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
+    return aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, gradient, 0.0, is_causal
+    )[0]
 
 
 def dense_embedding_bag(rows, weight, embedding_bag=F.embedding_bag, **named):

@@ -16,13 +16,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 from report import markdown
-from runlog import ROOT, argument_parser, command
+from runlog import ROOT, argument_parser, command, require
 
 sys.path.insert(0, str(ROOT))
 import gpu_compiler  # before torch
 import torch
 import torch.distributed as dist
-from step_profile import Phases
+from step_profile import parts_in_ranges
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -64,23 +64,35 @@ class Clock(TorchDispatchMode):
         self.gpu, self.vocab_size, self.world_size = gpu, vocab_size, world_size
         self.seconds = self.network_free = 0.0
         self.graph = None  # the compiled graph that is running, if any
-        self.phases = Phases(clock=lambda: self.seconds)
-        self.usage = defaultdict(Counter)  # of each part: launches, bytes, flops
+        self.parts = ["other"]  # the current part and those around it, innermost last
+        # Launches, bytes, flops and seconds of each part; "other" is the first row of the table.
+        self.usage = defaultdict(Counter, other=Counter())
         self.sent = []  # bytes of each all-reduce
 
     @classmethod
     def is_infra_mode(cls):
         return True  # torch.compile ignores this mode
 
-    def spend(self, part, kind, moved, flops, launches=1):
+    @contextlib.contextmanager
+    def within(self, part):
+        """Charge operations outside of graphs to this part."""
+        self.parts.append(part)
+        yield
+        self.parts.pop()
+
+    def spend(self, part, seconds, **amounts):
+        """Let time pass and add it to a part, together with other amounts."""
+        self.seconds += seconds
+        self.usage[part].update(seconds=seconds, **amounts)
+
+    def launch(self, part, kind, moved, flops, launches=1):
         """Charge launches to a part. moved, flops: bytes and FLOPs per launch."""
         bandwidth = self.gpu.bandwidth * (SCATTER if kind == "scatter" else STREAM)
         seconds = max(flops / self.gpu.flops / FLOPS_SHARES.get(kind, 1), moved / bandwidth)
         # In eager code, Python launches the next operation while the GPU still runs this one.
         seconds = seconds + COMPILED_LAUNCH if self.graph else max(seconds, EAGER_LAUNCH)
-        with self.phases(part):
-            self.seconds += launches * seconds
-        self.usage[part].update(launches=launches, bytes=launches * moved, flops=launches * flops)
+        amounts = dict(launches=launches, bytes=launches * moved, flops=launches * flops)
+        self.spend(part, launches * seconds, **amounts)
 
     @contextlib.contextmanager
     def running(self, graph):
@@ -89,7 +101,7 @@ class Clock(TorchDispatchMode):
         yield
         for kernel in graph.kernels:
             part = part_of(kernel.kind, graph, kernel.sizes, self.vocab_size)
-            self.spend(part, kernel.kind, kernel.bytes, 0, kernel.launches)
+            self.launch(part, kernel.kind, kernel.bytes, 0, kernel.launches)
         self.graph = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -98,13 +110,11 @@ class Clock(TorchDispatchMode):
         flops_of = flop_registry.get(func.overloadpacket)
         if self.graph and not flops_of:
             return out  # part of a Triton kernel
-        returns = func._schema.returns
-        view = any(r.alias_info and not r.alias_info.is_write for r in returns)
-        free = ("empty", "detach", "_unsafe_view", "scalar_tensor")
-        if view or func.namespace != "aten" or func.__name__.startswith(free):
+        free = ("empty", "_unsafe_view", "scalar_tensor")
+        if func.is_view or func.namespace != "aten" or func.__name__.startswith(free):
             return out
         values = tree_leaves((args, kwargs, out))
-        if not returns:  # the operation writes some of its arguments
+        if out is None:  # the operation writes some of its arguments
             values += tree_leaves([a for s, a in zip(func._schema.arguments, args) if s.alias_info])
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         flops = flops_of(*args, **kwargs, out_val=out) if flops_of else 0
@@ -116,9 +126,9 @@ class Clock(TorchDispatchMode):
             part = part_of(kind, self.graph, sizes, self.vocab_size)
         else:
             kind = "small product" if flops else "triton"
-            part = self.phases.stack[-1]
+            part = self.parts[-1]
             part = {"forward": "n-grams", "backward": "gradient accumulation"}.get(part, part)
-        self.spend(part, kind, sum(tensor.nbytes for tensor in tensors), flops)
+        self.launch(part, kind, sum(tensor.nbytes for tensor in tensors), flops)
         return out
 
     def all_reduce(self, tensor, async_op=False):
@@ -129,8 +139,7 @@ class Clock(TorchDispatchMode):
         end = self.network_free = start + COLLECTIVE + traffic / self.gpu.bus
 
         def wait():
-            with self.phases("communication"):
-                self.seconds = max(self.seconds, end)
+            self.spend("communication", max(0.0, end - self.seconds))
 
         return SimpleNamespace(wait=wait) if async_op else wait()
 
@@ -138,7 +147,7 @@ class Clock(TorchDispatchMode):
         """Run train_gpt2.train_step on rank 0 of world_size."""
         ranks = dict(is_initialized=lambda: self.world_size > 1, all_reduce=self.all_reduce)
         patch = mock.patch.multiple(dist, get_world_size=lambda: self.world_size, **ranks)
-        with patch, self.phases.in_steps(optimizers), self.phases("other"), self:
+        with patch, parts_in_ranges(optimizers, self.within), self:
             train_gpt2.train_step(model, optimizers, *batch)
 
 
@@ -166,17 +175,14 @@ def planned(args, gpu, world_size):
 
 def page(args, device, clock, memory):
     """Return a plan as Markdown."""
-    parts = {part: seconds for part, seconds in clock.phases.seconds.items() if seconds}
-    clock.usage["step"] = sum((clock.usage[part] for part in parts), Counter())
-    total = parts["step"] = sum(parts.values())
+    step = sum(clock.usage.values(), Counter())
     rows = []
-    for part, seconds in parts.items():
-        used = clock.usage[part]
+    for part, used in [*clock.usage.items(), ("step", step)]:
         row = [part, f"{used['launches']}", f"{used['bytes'] / 1e9:.1f}"]
-        row += [f"{used['flops'] / 1e12:.2f}", f"{1000 * seconds:.2f}", f"{seconds / total:.1%}"]
-        rows.append(row)
+        row += [f"{used['flops'] / 1e12:.2f}", f"{1000 * used['seconds']:.2f}"]
+        rows.append([*row, f"{used['seconds'] / step['seconds']:.1%}"])
     micro_batches = args.batch_size // clock.world_size // args.device_batch_size
-    model_flops = clock.usage["step"]["flops"] - clock.usage["Newton-Schulz"]["flops"]
+    model_flops = step["flops"] - clock.usage["Newton-Schulz"]["flops"]
     uses = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
     return f"""\
 Planned, not measured: a step on {clock.world_size} x {device}, \
@@ -184,8 +190,8 @@ Planned, not measured: a step on {clock.world_size} x {device}, \
 
 {markdown(["part", "launches", "GB", "TFLOP", "ms", "share"], rows)}
 
-Training: {args.num_iterations} steps in {total * args.num_iterations / 60:.1f} minutes. \
-MFU: {model_flops / total / clock.gpu.flops:.1%}.
+Training: {args.num_iterations} steps in {step["seconds"] * args.num_iterations / 60:.1f} minutes. \
+MFU: {model_flops / step["seconds"] / clock.gpu.flops:.1%}.
 Peak memory: {sum(memory.values()) / 1e9:.1f} GB ({uses}).
 Collectives of a step: {len(clock.sent)} all_reduce of {sum(clock.sent) / 1e6:.1f} MB.
 
@@ -201,10 +207,8 @@ def main(argv):
     parser.add_argument("--world_size", type=int, default=1, help="number of GPUs")
     own, rest = parser.parse_known_args(argv)
     args = train_gpt2.parse_args(rest)
-    if own.world_size < 1 or args.batch_size % own.world_size:
-        raise train_gpt2.UserError(
-            f"world_size={own.world_size} must divide batch_size={args.batch_size}"
-        )
+    divides = own.world_size > 0 and args.batch_size % own.world_size == 0
+    require(divides, f"world_size={own.world_size} must divide batch_size={args.batch_size}")
     sequences = args.batch_size // own.world_size
     micro_batch = train_gpt2.micro_batch_size(sequences, args.device_batch_size)
     args = dataclasses.replace(args, device_batch_size=micro_batch)

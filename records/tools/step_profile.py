@@ -1,18 +1,15 @@
 """Measure where the time of a step goes: `bash run.sh profile [--field=value ...]`, or by torchrun.
 
-It initializes and compiles the model and takes a few training steps as any run would: some with
-each part timed, then some under torch.profiler. Rank 0 prints the time of each part and the table
-of torch.profiler. Every rank writes a trace for https://ui.perfetto.dev to log_dir/profile_<time>/.
-There is no log and no checkpoint.
+It initializes and compiles the model and takes a few training steps as any run would, under
+torch.profiler. Rank 0 prints the time of each part of a step, and the operations and kernels that
+take the most time. Every rank writes a trace for https://ui.perfetto.dev to
+log_dir/profile_<time>/. There is no log and no checkpoint.
 """
 
 import contextlib
-import functools
 import sys
 import time
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -24,68 +21,33 @@ from torch.profiler import profile, record_function
 sys.path.insert(0, str(ROOT))
 import train_gpt2
 
-WARM_UP, TIMED, TRACED = 2, 5, 3  # steps; the first one creates the optimizers' states
+WARM_UP, PROFILED = 2, 3  # steps; the first one creates the optimizers' states
 
 
-class Phases:
-    """`with phases(part):` adds the duration of the block to that part, in seconds.
+@contextlib.contextmanager
+def parts_in_ranges(optimizers, range_of):
+    """Run each part of a training step in the context manager range_of(part); yield the parts."""
+    calls = (
+        (train_gpt2.GPT, "__call__", "forward"),
+        (torch.Tensor, "backward", "backward"),
+        (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
+        (dist, "all_reduce", "communication"),
+        *((optimizer, "step", type(optimizer).__name__) for optimizer in optimizers),
+    )
+    with contextlib.ExitStack() as patches:
+        for owner, name, part in calls:
+            in_range = range_of(part)(getattr(owner, name))  # context managers are decorators
+            patches.enter_context(mock.patch.object(owner, name, in_range))
+        yield [part for *_, part in calls]
 
-    Time in a nested part counts only for the nested part, so the parts add up. In the trace of
-    torch.profiler, each part is a range. synchronize: called at both ends, to wait for a GPU.
-    clock: returns the time in seconds.
-    """
 
-    def __init__(self, synchronize=lambda: None, clock=time.perf_counter):
-        self.synchronize, self.clock = synchronize, clock
-        self.seconds = Counter()  # of each part
-        self.stack = []  # the current part and those around it, innermost last
-        self.settled = 0.0  # the time up to which all time has been added to a part
-
-    @contextlib.contextmanager
-    def __call__(self, part):
-        with record_function(part):
-            self.settle()
-            self.stack.append(part)
-            yield
-            self.settle()
-            self.stack.pop()
-
-    def settle(self):
-        """Add the time since the last call to the innermost part."""
-        self.synchronize()
-        now = self.clock()
-        if self.stack:
-            self.seconds[self.stack[-1]] += now - self.settled
-        self.settled = now
-
-    def timed(self, part, function):
-        """Wrap a function so that its time, and the wait for its collective, count for a part."""
-
-        @functools.wraps(function)
-        def wrapper(*arguments, **named):
-            with self(part):
-                result = function(*arguments, **named)
-            if isinstance(result, dist.Work):
-                return SimpleNamespace(wait=self.timed(part, result.wait))
-            return result
-
-        return wrapper
-
-    @contextlib.contextmanager
-    def in_steps(self, optimizers, *calls):
-        """Time the parts of training steps, and further calls: (object, method, part)."""
-        calls += (
-            (train_gpt2.GPT, "__call__", "forward"),
-            (torch.Tensor, "backward", "backward"),
-            (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
-            (dist, "all_reduce", "communication"),
-            *((optimizer, "step", type(optimizer).__name__) for optimizer in optimizers),
-        )
-        with contextlib.ExitStack() as patches:
-            for owner, name, part in calls:
-                function = self.timed(part, getattr(owner, name))
-                patches.enter_context(mock.patch.object(owner, name, function))
-            yield
+@contextlib.contextmanager
+def synchronized_range(part):
+    """A range that contains all of a part's work on the GPU, and nothing else."""
+    torch.cuda.synchronize()
+    with record_function(part):
+        yield
+        torch.cuda.synchronize()
 
 
 class Run:
@@ -97,50 +59,48 @@ class Run:
         train_gpt2.configure_backend(args, self.device)
         self.loader, val_loader = train_gpt2.on_all_ranks(train_gpt2.open_data, args, *place)
         torch.manual_seed(args.seed)
-        dtype = train_gpt2.product_dtype(args, self.device)
-        self.gpt = train_gpt2.GPT(args, dtype).to(self.device)
+        self.gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, self.device)).to(self.device)
         self.optimizers = train_gpt2.build_optimizers(self.gpt, args, self.rank, world_size)
         with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
             train_gpt2.warm_up(self.gpt, args, val_loader)
 
-    def steps(self, count, phases):
-        """Take `count` steps as train_gpt2.train does, with each part timed."""
-        with phases.in_steps(self.optimizers, (self.loader, "read_batch", "loader")):
+    def steps(self, count, range_of=record_function):
+        """Take `count` steps as train_gpt2.train does; return ({part: ms per step}, profiler)."""
+        with profile() as profiler, parts_in_ranges(self.optimizers, range_of) as parts:
             for _ in range(count):
-                with record_function("step"), phases("other"):
-                    batch = self.loader.next_batch()
+                with range_of("step"):
+                    with range_of("loader"):
+                        batch = self.loader.next_batch()
                     arguments = self.gpt, self.optimizers, *batch, 1.0, self.args
                     train_gpt2.train_step(*arguments)[0].item()
-
-    def measure(self):
-        """Return ({part: seconds per step}, profiler)."""
-        self.steps(WARM_UP, Phases())
-        phases = Phases(torch.cuda.synchronize) if self.device.type == "cuda" else Phases()
-        self.steps(TIMED, phases)
-        with profile() as profiler:
-            self.steps(TRACED, Phases())  # does not wait for the GPU, so the trace shows overlap
-        return {part: total / TIMED for part, total in phases.seconds.items()}, profiler
+        parts = {"step", "loader", *parts}
+        rows = [row for row in profiler.key_averages() if row.key in parts]
+        # On a GPU, ranges have a second row, of the device, with a CPU time of 0.
+        ms = {row.key: row.cpu_time_total / 1000 / count for row in rows if row.cpu_time_total}
+        return ms, profiler
 
 
 def main(args, stop=None):
     """Profile steps of a run, in this process or in torchrun's."""
     run = Run(args)
-    seconds, profiler = run.measure()
+    run.steps(WARM_UP)
+    on_gpu = run.device.type == "cuda"
+    ms_per_step, _ = run.steps(PROFILED, synchronized_range if on_gpu else record_function)
+    _, profiler = run.steps(PROFILED)  # does not wait for the GPU, so the trace shows overlap
     name = train_gpt2.all_gather_objects(time.strftime("profile_%Y%m%d-%H%M%S"))[0]
     folder = Path(args.log_dir, name)
     folder.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(folder / f"trace_rank{run.rank}.json.gz"))
     if run.rank == 0:
-        total = sum(seconds.values())
         print(
-            f"{1000 * total:.2f} ms per step of {run.loader.tokens_per_step:,} tokens, mean of "
-            f"{TIMED} steps on rank 0. Each part waits for the GPU, so nothing overlaps.\n"
+            f"Mean time of {PROFILED} steps of {run.loader.tokens_per_step:,} tokens on rank 0. A "
+            f"part includes the parts that it calls, and waits for the GPU at both ends.\n"
         )
-        for part, part_seconds in sorted(seconds.items(), key=lambda item: -item[1]):
-            print(f"{part:<16}{1000 * part_seconds:>10.2f} ms{part_seconds / total:>8.1%}")
+        for part, ms in sorted(ms_per_step.items(), key=lambda item: -item[1]):
+            print(f"{part:<16}{ms:>10.2f} ms{ms / ms_per_step['step']:>8.1%}")
         order = f"self_{run.device.type}_time_total"
         table = profiler.key_averages().table(order, row_limit=15, max_name_column_width=60)
-        print(f"\ntorch.profiler's table of {TRACED} steps:\n\n{table}")
+        print(f"\ntorch.profiler's table of {PROFILED} steps:\n\n{table}")
         print(f"traces, for https://ui.perfetto.dev: {folder}", flush=True)
     train_gpt2.leave_processes()
 

@@ -4,11 +4,9 @@
 
 A turn is five steps of a small set of matrices, so that caches are as warm as they are in training,
 or one step of GPT-2 124M. Each ratio compares two turns of the same round. torch.optim.Muon always
-multiplies in bfloat16. On a CPU without bfloat16 instructions a turn is one step, and
-torch.optim.Muon is left out for GPT-2 124M, where one of its steps would take minutes.
+multiplies in bfloat16; on a CPU without bfloat16 instructions, a step of it takes minutes.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -16,27 +14,21 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import train_gpt2
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "records" / "tools")]
+from runlog import argument_parser  # noqa: E402
+
+import train_gpt2  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SETS = {"4 layers x 128": (4, 128, 5), "GPT-2 124M": (12, 768, 1)}  # layers, width, steps of a turn
 
 
-def gpt2_shapes(n_layer, C):
-    return ([(C, C)] * 4 + [(4 * C, C), (C, 4 * C)]) * n_layer
-
-
-SETS = {
-    "4 layers x 128": gpt2_shapes(4, 128),
-    "4 layers x 256": gpt2_shapes(4, 256),
-    "GPT-2 124M": gpt2_shapes(12, 768),
-}
-
-
-def random_parameters(shapes):
+def random_parameters(n_layer, C):
+    """Return the matrices of a GPT's blocks, with gradients."""
     generator = torch.Generator().manual_seed(0)
     params = []
-    for shape in shapes:
+    for shape in ([(C, C)] * 4 + [(4 * C, C), (C, 4 * C)]) * n_layer:
         p = torch.nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE))
         p.grad = torch.randn(shape, generator=generator).to(DEVICE)
         params.append(p)
@@ -55,28 +47,25 @@ def ms_of_step(optimizer, steps):
     return 1000 * (time.perf_counter() - start) / steps
 
 
-def compare(title, shapes, dtype, rounds):
+def compare(title, rounds):
     """Print a table for one set of matrices."""
-    has_bf16 = dtype == torch.bfloat16
-    small = sum(m * n for m, n in shapes) < 2**23
-    steps = 5 if small and has_bf16 else 1
+    n_layer, C, steps = SETS[title]
+    dtype = train_gpt2.product_dtype(train_gpt2.Hyperparameters(), DEVICE)
     print(
-        f"\n{title}: {len(shapes)} matrices, {DEVICE.type}, {torch.get_num_threads()} thread(s), "
-        f"{rounds} rounds of {steps} step(s), matmuls of ours in {dtype}"
+        f"\n{title}: {DEVICE.type}, {torch.get_num_threads()} thread(s), {rounds} rounds of "
+        f"{steps} step(s), matmuls of ours in {dtype}"
     )
-    optimizers = {"ours": train_gpt2.Muon(random_parameters(shapes), lr=1e-4, dtype=dtype)}
-    if small or has_bf16:
-        params = random_parameters(shapes)
-        optimizers["torch.optim.Muon"] = torch.optim.Muon(params, lr=1e-4, weight_decay=0.0)
-    times = {name: [] for name in optimizers}
-    for optimizer in optimizers.values():
+    ours = train_gpt2.Muon(random_parameters(n_layer, C), lr=1e-4, dtype=dtype)
+    theirs = torch.optim.Muon(random_parameters(n_layer, C), lr=1e-4, weight_decay=0.0)
+    times = {"ours": (ours, []), "torch.optim.Muon": (theirs, [])}
+    for optimizer, _ in times.values():
         ms_of_step(optimizer, 1)  # warms up
     for _ in range(rounds):
-        for name, optimizer in optimizers.items():
-            times[name].append(ms_of_step(optimizer, steps))
+        for optimizer, ms in times.values():
+            ms.append(ms_of_step(optimizer, steps))
     print(f"{'':18s} {'median ms':>10s} {'range':>19s} {'/ ours':>8s} {'range':>13s}")
-    for name, ms in times.items():
-        ratios = [other / ours for other, ours in zip(ms, times["ours"])]
+    for name, (_, ms) in times.items():
+        ratios = [other / own for other, own in zip(ms, times["ours"][1])]
         print(
             f"{name:18s} {statistics.median(ms):10.1f} {min(ms):9.1f}-{max(ms):9.1f} "
             f"{statistics.median(ratios):8.2f} {min(ratios):6.2f}-{max(ratios):6.2f}",
@@ -85,16 +74,13 @@ def compare(title, shapes, dtype, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=SETS, help="one of the sets of matrices")
     options = parser.parse_args()
-    dtype = train_gpt2.product_dtype(train_gpt2.Hyperparameters(), DEVICE)
-    for title, shapes in SETS.items():
+    for title in SETS:
         if options.only in (None, title):
-            compare(title, shapes, dtype, options.rounds)
+            compare(title, options.rounds)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 #
 # Each part writes its own text file into DIR at once. A call ends within LIMIT seconds (default 530),
 # so split the parts into calls, most valuable first:
-#   1  environment   the machine, versions, and records/tools/check.py with the default settings
+#   1  environment   the machine, versions, and records/tools/check.py with the default settings, in
+#                    an NCCL group of one process
 #      plan          prediction of records/tools/plan.py for the default settings on an H200
 #      profile       measured parts of a step (records/tools/step_profile.py), and beside them the plan
 #      default       40 steps of the default settings: cold start, then 15 steps with a warm cache
-#      nccl          40 steps as the only process of an NCCL group
-#   2  candidate     --preset=candidate against record7: PAIRS seeds (default 2), each of SIDE_STEPS
-#                    steps (default 150) of 131,072 tokens
+#   2  candidate     --preset=candidate against record7 by records/tools/ab.py: PAIRS seeds (an even
+#                    number, default 2), each of SIDE_STEPS steps (default 150) of 131,072 tokens
 #   3  plain         a step against the plain implementation; memory at device_batch_size 64
 #      muon          tests/bench/bench_muon.py
 #      resume        killed and resumed: bit-identical?
@@ -24,7 +24,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: bash tests/bench/gpu_report.sh DIR [PART ...]}
 shift
-parts=" environment plan profile default nccl candidate plain muon tests resume levers run "
+parts=" environment plan profile default candidate plain muon tests resume levers run "
 for part in "$@"; do
     [[ $parts == *" $part "* ]] || { echo "$part is not a part: give some of$parts" >&2; exit 1; }
 done
@@ -78,7 +78,8 @@ environment() {
     run_part environment bash -c "nvidia-smi; '$python' -c 'import torch; print(torch.__version__,
 torch.version.cuda, torch.cuda.is_available() and torch.cuda.get_device_properties(0),
 torch.backends.cudnn.version())'; lscpu | head -20; git log -1 --format=%H 2>/dev/null"
-    run_part check "$python" records/tools/check.py "${default[@]}"
+    run_part check "$python" -m torch.distributed.run --standalone --nproc_per_node=1 \
+        records/tools/check.py "${default[@]}"
 }
 plan() { run_part plan "$python" records/tools/plan.py --device=H200; }
 profile() {
@@ -91,19 +92,12 @@ default() {
         --val_loss_every=0
     train default_warm train_gpt2.py "$few" "${default[@]}" --val_loss_every=0
 }
-nccl() {
-    MASTER_ADDR=127.0.0.1 MASTER_PORT=${PORT:-29511} RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 \
-        train nccl train_gpt2.py "$many" "${small[@]}" --val_loss_every=0
-}
 candidate() {
-    local seed name steps=${SIDE_STEPS:-150}
-    for seed in $(seq 1 "${PAIRS:-2}"); do
-        for name in record7 candidate; do
-            train "${name}_seed$seed" train_gpt2.py "$steps" --preset="$name" "${small[@]}" \
-                "${side[@]}" --seed="$seed" --val_loss_every=$((steps / 3))
-        done
-    done
-    run_part candidate "$python" records/tools/report.py "$out"/*_seed*_log.txt
+    local steps=${SIDE_STEPS:-150} record7
+    record7=(python train_gpt2.py "${small[@]}" "${side[@]}" --num_iterations="$steps"
+        --warmdown_iters=$((steps * 3 / 10)) --val_loss_every=$((steps / 3)))
+    run_part candidate "$python" records/tools/ab.py "${record7[*]@Q}" --rounds="${PAIRS:-2}" \
+        --arm "candidate: --preset=candidate" --out="$out/candidate"
 }
 plain() {
     run_part plain "$python" tests/bench/bench_step.py plain "${small[@]}" "${full[@]}" \
@@ -114,7 +108,7 @@ tests() { run_part tests "$python" -m pytest -v -m cuda tests/test_cuda.py \
     --cuda_tests_on="$device" -p no:cacheprovider; }
 resume() {
     local settings=("${small[@]}" --num_iterations="$few" --val_loss_every=0)
-    run_part resume_whole "$python" train_gpt2.py "${settings[@]}" --save_every="$few" --run_id=whole
+    run_part resume_whole "$python" train_gpt2.py "${settings[@]}" --run_id=whole
     settings+=(--run_id=cut --save_every=3 --keep_checkpoints=1)
     "$python" train_gpt2.py "${settings[@]}" >"$work/cut.txt" 2>&1 &
     while [ "$SECONDS" -lt "$end" ] && kill -0 $! 2>/dev/null; do
@@ -125,8 +119,7 @@ resume() {
     run_part resume_cut "$python" train_gpt2.py "${settings[@]}" --resume=auto
     run_part resume "$python" -c "
 import torch
-whole, cut = (torch.load('$work/logs/%s/state_step%010d.pt' % (name, $few), weights_only=True)['model']
-              for name in ('whole', 'cut'))
+whole, cut = (torch.load(f'$work/logs/{run}/model.pt')['model'] for run in ('whole', 'cut'))
 largest = max((whole[name] - cut[name]).abs().max().item() for name in whole)
 print('killed after a checkpoint and resumed: largest difference of a weight', largest)"
 }
@@ -161,6 +154,6 @@ run() {
     run_part picture "$python" records/tools/report.py "$out/run_log.txt" --picture="$out/run.png"
 }
 
-for part in ${*:-environment plan profile default nccl plain muon resume tests levers}; do
+for part in ${*:-environment plan profile default plain muon resume tests levers}; do
     "$part"
 done
