@@ -1,6 +1,8 @@
 """The check before a run: its results, its list of what to fix, and its prediction."""
 
+import hashlib
 import itertools
+import json
 import re
 from pathlib import Path
 from unittest import mock
@@ -14,21 +16,35 @@ import train_gpt2
 from train_gpt2 import Hyperparameters
 
 CHECK = ROOT / "records" / "tools" / "check.py"
-NAMES = ["setup", "network", "data", "optimizers", "disk", "time"]
+NAMES = ["setup", "network", "data", "shards", "optimizers", "disk", "time"]
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    """A manifest with the sha256 of one shard."""
+    digest = hashlib.sha256((tmp_path / "train_1.bin").read_bytes()).hexdigest()
+    entry = {"encoding": "bytes", "train": {"sha256": {"train_1.bin": digest}}}
+    (tmp_path / "manifest.json").write_text(json.dumps({**entry, "val": {"sha256": {}}}))
 
 
 @pytest.mark.parametrize(
     "processes, network", [(1, "not needed"), (2, r"gloo, all_reduce of 16 MiB in [\d.]+ ms")]
 )
-def test_a_check_without_faults_describes_the_run(processes, network, tiny):
+def test_a_check_without_faults_describes_the_run(processes, network, tiny, manifest):
     text = trained({**tiny, "max_ngram": 3, "ngram_rows": 100}, processes, CHECK)
     assert re.findall(r"^(\w+): ", text, re.M) == NAMES  # rank 0 alone prints
     assert "FAILED" not in text and text.endswith("\nall is well\n")
     assert not list(Path(tiny["log_dir"]).iterdir())  # nothing was trained
     assert f"processes {processes}; " in text
     assert re.search(f"^network: {network}", text, re.M)
-    expected = "AdamW has 1,024 parameters, lr 0.01; Muon has 6,144 parameters, lr 0.005; "
-    assert f"{expected}Adagrad has 1,600 parameters, lr 0.01\n" in text
+    assert "shards: 1 of 4 have a known sha256" in text
+    rows = re.findall(r"^ +(\d+) x (\S+) +\(([\d, ]+)\) +(\w+) +lr:(\S+)$", text, re.M)
+    assert rows[0] == ("1", "wte.weight", "64, 16", "AdamW", "0.01")
+    assert rows[1:4] == [
+        ("2", f"h.*.attn.{name}.weight", "16, 16", "Muon", "0.005")
+        for name in ("c_q", "c_k", "c_v")
+    ]
+    assert len(rows) == 8 and rows[7] == ("1", "ngrams.weight", "100, 16", "Adagrad", "0.01")
 
 
 breaks = mock.Mock(side_effect=RuntimeError("no g++\nand more lines"))
@@ -37,6 +53,7 @@ FAULTS = [  # settings, a replaced function, the sentence
     ({"device": "cuda"}, {"torch.cuda.device_count": int}, "setup: .* PyTorch sees no GPU"),
     ({}, {"train_gpt2.device_name": breaks}, r"setup: RuntimeError: no g\+\+$"),
     ({"num_iterations": 99}, {}, "data: .* has enough tokens for 15 steps"),
+    ({}, {"check.file_sha256": str}, "shards: .*train_1.bin has an unexpected sha256"),
     ({"n_embd": 2**16}, {}, "optimizers: the model has 1.* parameters, but the memory holds"),
     ({"keep_checkpoints": 10**9}, {}, "disk: .*: free some, or pass another --log_dir"),
     ({}, {"train_gpt2.warm_up": breaks}, r"time: .* \(no g\+\+\): .* install g\+\+ and"),
@@ -44,7 +61,9 @@ FAULTS = [  # settings, a replaced function, the sentence
 
 
 @pytest.mark.parametrize("changes, replaced, sentence", FAULTS)
-def test_the_check_lists_what_to_fix(changes, replaced, sentence, tiny, monkeypatch, capsys):
+def test_the_check_lists_what_to_fix(
+    changes, replaced, sentence, tiny, manifest, monkeypatch, capsys
+):
     for name, function in replaced.items():
         monkeypatch.setattr(name, function)
     [found] = check.main(options({**tiny, **changes}))
@@ -72,6 +91,10 @@ def test_the_time_of_a_run_is_predicted_from_three_steps(tiny, monkeypatch):
     # There are 7 validations of 304 tokens, which are 9.5 micro-batches of 1 s each.
     parts = r"1000.0 ms per step, 9.5 s per validation, \d.0 s of compiling; peak memory [\d.]+ GiB"
     assert re.fullmatch(rf"about 0:11:1\d in all: {parts}", checks.check_time())
+    monkeypatch.setattr(check, "timed", lambda *arguments: 10)
+    assert checks.check_time() == (
+        "about 20:00:00 of training: 120 s per step, judging by one sequence"
+    )
 
 
 def test_the_size_of_a_checkpoint_is_that_of_the_file(tiny):

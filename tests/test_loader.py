@@ -257,6 +257,14 @@ def test_an_id_beyond_the_vocabulary_never_reaches_the_device(tmp_path):
         loader.next_batch()
 
 
+def test_shards_are_read_in_the_order_of_their_names(tmp_path):
+    """Which is lexical: s_0, s_1, s_10, s_100, ..., s_2. A batch may span many of them."""
+    parts = np.split(np.arange(240), 120)
+    loader = open_ranks(fresh_shards(tmp_path, parts), 2, 110, 1)[0]
+    expected = np.concatenate([parts[i] for i in sorted(range(120), key=str)])
+    assert (loader.next_batch()[0].numpy().ravel() == expected[:220]).all()
+
+
 # ---- Shuffled sequences -------------------------------------------------------------------------
 def shuffled(pattern, seed=7, world_size=1, rank=0, position=0):
     return DistributedDataLoader(

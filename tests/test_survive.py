@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -315,6 +316,26 @@ def test_three_machines_need_the_same_shards(tokens, sentence, tiny, tmp_path):
         one = trained({**fields, "run_id": "one", "train_files": f"{tmp_path}/0/s_*.bin"}, 3)
         assert losses(done.stdout) == losses(one)
         assert last_bits(tmp_path / "logs" / "three") == last_bits(tmp_path / "logs" / "one")
+
+
+def test_two_torchrun_agents_form_one_run(tiny, tmp_path):
+    """As README starts two nodes, but on one machine."""
+    fields = {**tiny, "save_every": 6}
+    trained({**fields, "run_id": "one"}, 2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=test"]
+    command += ["--local_addr=127.0.0.1", SCRIPT, *options({**fields, "run_id": "two"})]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    try:
+        assert [agent.wait(timeout=120) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert last_bits(tmp_path / "logs" / "one") == last_bits(tmp_path / "logs" / "two")
 
 
 # ---- Non-finite numbers, memory, disk and output ------------------------------------------------

@@ -1,20 +1,22 @@
 """Check whether a run can start here: `bash run.sh check [--name=value ...]`, also under torchrun.
 
-Prints one line per check. If nothing has to be fixed, it compiles the model and takes three steps,
-however slow they are, to predict the time and the memory of the run. Ends with `all is well` and
-exit status 0, or with a list of what to fix and exit status 1. Saves nothing. `data/fineweb.py` and
-`data/shards.py DIR` verify the checksums of shards, which this tool does not.
+Prints one line per check and a table of all parameters. If nothing has to be fixed, it compiles the
+model and takes three steps to predict the time and the memory of the run. Ends with `all is well`
+and exit status 0, or with a list of what to fix and exit status 1. Saves nothing.
 """
 
 import itertools
+import json
 import math
 import os
 import platform
+import re
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +24,9 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+from shards import file_sha256, read_manifest  # noqa: E402
+
 import train_gpt2  # noqa: E402
 from train_gpt2 import UserError  # noqa: E402
 
@@ -93,21 +97,39 @@ class Checks:
             f"{train_gpt2.val_tokens_of(self.args, val_loader):,} of {val_loader.total_tokens:,}"
         )
 
+    def check_shards(self):
+        """Compare this rank's part of the shards with their known checksums."""
+        paths = [Path(path) for loader in self.loaders for path in loader.paths]
+        known = json.loads((ROOT / "data" / "fineweb.json").read_text())["sha256"]
+        for folder in {path.parent for path in paths}:
+            known |= read_manifest(folder / "manifest.json")["shards"]
+        listed = [path for path in paths if path.name in known]
+        for path in listed[self.rank :: self.world_size]:
+            if file_sha256(path) != known[path.name]:
+                raise UserError(f"{path} has an unexpected sha256: fetch or pack it again")
+        return f"{len(listed)} of {len(paths)} have a known sha256, and it is right"
+
     def check_optimizers(self):
-        """Count the parameters of each optimizer, without allocating them."""
+        """List all parameters with optimizer and learning rate, without allocating them."""
         train_gpt2.check_memory(self.args)
         with torch.device("meta"):
             gpt = train_gpt2.GPT(self.args, self.dtype)
             optimizers = train_gpt2.build_optimizers(gpt, self.args, self.rank, self.world_size)
         self.weights = self.states = 0  # float32 values
-        parts = []
+        optimizer_of = {}
         for optimizer in optimizers:
             name = type(optimizer).__name__
-            weights = sum(p.numel() for p in train_gpt2.params_of(optimizer))
-            self.weights += weights
-            self.states += weights * (2 if name == "AdamW" else 1)
-            parts.append(f"{name} has {weights:,} parameters, lr {optimizer.defaults['lr']:g}")
-        return "; ".join(parts)
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    optimizer_of[p] = f"{name:7s} lr:{group['lr']:g}"
+                    self.weights += p.numel()
+                    self.states += p.numel() * (2 if name == "AdamW" else 1)
+        rows = Counter()
+        for name, p in gpt.named_parameters():
+            name = re.sub("[.][0-9]+", ".*", name)  # equal rows of all blocks are counted
+            rows[f"{name:24s} {tuple(p.shape)!s:16s} {optimizer_of[p]}"] += 1
+        lines = [f"  {count:3d} x {row}" for row, count in rows.items()]
+        return "\n".join([f"{self.weights:,} parameters", *lines])
 
     def check_disk(self):
         """Check that log_dir is writable and has space for the checkpoints and one in progress."""
@@ -127,6 +149,13 @@ class Checks:
         train_gpt2.configure_backend(args, self.device)
         gpt = train_gpt2.GPT(args, self.dtype).to(self.device)
         optimizers = train_gpt2.build_optimizers(gpt, args, self.rank, self.world_size)
+        inputs, targets = train_loader.next_batch()
+        # A slow CPU takes minutes for a step. This does not wait for a GPU, which is never so slow.
+        step = len(inputs) * timed(lambda: gpt(inputs[:1], targets[:1]).backward())
+        gpt.zero_grad()
+        if step > 60:
+            total = timedelta(seconds=round(step * args.num_iterations))
+            return f"about {total} of training: {step:.0f} s per step, judging by one sequence"
         try:
             compiling = timed(train_gpt2.warm_up, gpt, args, val_loader)
         except Exception as error:
@@ -159,7 +188,8 @@ def main(argv):
     if not checks.run("setup"):
         return checks.faults
     checks.run("network")
-    checks.run("data")
+    if checks.run("data"):
+        checks.run("shards")
     if checks.run("optimizers"):
         checks.run("disk")
     if not checks.faults_of_all_ranks():
