@@ -9,6 +9,7 @@
 # bash run.sh profile [--name=value ...]   show where the time of a step goes
 # bash run.sh TOOL [...]             run pack or a tool in records/tools: sample, evaluate, ...
 # bash run.sh records/<date>_<Name>  train a record again and compare the loss with its spread
+# bash run.sh data                  only prepare the data of the CPU record
 # The environment variables NPROC and PYTHON set the number of processes and the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -110,6 +111,7 @@ check | profile)
     [ "$gpus" -gt 0 ] || pack_torch_sources
     [ "$1" = check ] || tool=records/tools/step_profile.py
     launch "$tool" "${@:2}" ;;
+data) pack_torch_sources ;;
 pack) exec "$python" data/pack.py "${@:2}" ;;
 records/*) exec "$python" records/tools/rerun.py "$@" ;;
 *)

@@ -71,6 +71,13 @@ def test_run_sh_starts_the_tools(given, command, tmp_path):
     assert (status, lines[-1]) == (0, command)
 
 
+def test_run_sh_data_packs_the_sources_of_torch(tmp_path):
+    """As rerun.py needs it."""
+    status, lines, _ = run_sh(tmp_path, "data")
+    assert status == 0 and lines[0].startswith("data/pack.py ")
+    assert "differs from the record's data" in lines[-1]
+
+
 @pytest.mark.parametrize(
     "gpus, nproc, given, processes, command",
     [
