@@ -8,13 +8,13 @@
 # bash run.sh check [--name=value ...]     check that a run with these settings can start here
 # bash run.sh profile [--name=value ...]   show where the time of a step goes
 # bash run.sh TOOL [...]             run pack or a tool in records/tools: sample, evaluate, ...
-# bash run.sh records/<date>_<Name>  train a record again and compare the loss with its spread
+# bash run.sh records/<date>_<Name>  train a record again and compare the loss with its runs' spread
 # bash run.sh data                  only prepare the data of the CPU record
 # The environment variables NPROC and PYTHON set the number of processes and the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# A stopped run prints this command for resuming. It is exported where a run starts.
+# A stopped run prints this command to resume it. Exported below, before training starts.
 RUN_COMMAND="${PYTHON:+PYTHON=$PYTHON }${NPROC:+NPROC=$NPROC }bash run.sh"
 [ $# -eq 0 ] || RUN_COMMAND+=$(printf ' %q' "$@")
 
@@ -54,7 +54,7 @@ count_gpus() {
     esac
 }
 
-# Replace the shell by a script in NPROC processes; the default is one per GPU, or one.
+# Replace the shell with NPROC processes of a script; the default is one per GPU, or one.
 launch() {
     local processes=${NPROC:-$gpus} torchrun=
     [ "$gpus" -gt 0 ] || set -- "$1" --preset=cpu "${@:2}"
@@ -64,8 +64,8 @@ launch() {
 }
 
 # Succeed if data/torch_sources holds the CPU record's data: the manifest has the right sha256
-# values, and shards.py finds that the files match it.
-is_the_records() {
+# values, and shards.py confirms that the files match it.
+has_record_data() {
     local manifest=data/torch_sources/manifest.json
     grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 $manifest &&
         grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 $manifest &&
@@ -74,13 +74,13 @@ is_the_records() {
 
 pack_torch_sources() {
     local folder
-    if ! is_the_records; then
+    if ! has_record_data; then
         folder=$("$python" -c "import torch; print(*torch.__path__)")
         # version.py is the one file that differs between the CPU and the CUDA builds
         "$python" data/pack.py "$folder" --pattern '*.py' --exclude version.py \
             --encoding bytes --val_fraction 0.02 --skip_bad --out data/torch_sources
     fi
-    is_the_records ||
+    has_record_data ||
         echo "warning: data/torch_sources differs from the record's data (torch is not 2.13.0?)," \
             "so the loss is not comparable"
 }
@@ -93,7 +93,7 @@ fetch_fineweb() {
             read -r -p "Download 5.6 GB of FineWeb into data/fineweb10B? [y/N] " answer || :
         fi
         [[ $answer = [yY]* ]] || fail "5.6 GB of FineWeb were not downloaded: pass --yes to" \
-            "download them, or --preset=text or --preset=cpu to train without"
+            "download them, or --preset=text or --preset=cpu to train without FineWeb"
     fi
     "$python" data/fineweb.py
 }
@@ -102,7 +102,7 @@ tool=records/tools/${1:-none}.py
 case "${1:-}" in
 test)
     if [ $# -eq 1 ]; then
-        pack_torch_sources  # now, or both test processes would
+        pack_torch_sources  # once, before both test processes need it
         set -- test -n 2 --dist worksteal
     fi
     OMP_NUM_THREADS=1 exec "$python" -m pytest "${@:2}" ;;

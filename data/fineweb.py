@@ -2,7 +2,7 @@
 
     python data/fineweb.py [N]    # the validation shard and N training shards (default: 27)
 
-A shard holds 100M GPT-2 tokens in 0.2 GB; 27 training shards hold the tokens of the whole record.
+A shard holds 100M GPT-2 tokens in 0.2 GB; 27 training shards are enough for the default run.
 data/fineweb.json pins the revision of the dataset and lists the sha256 of its files. For a file
 that is not listed, the hub gives the sha256. Valid files are kept. The others are downloaded by
 huggingface_hub, which retries and resumes. A download replaces a damaged file only after it has
@@ -66,8 +66,8 @@ def fetch_or_explain(name, folder):
 
 
 def stop(number, frame):
-    """Exit at once at Ctrl-C, without waiting for the threads that download."""
-    os.write(2, b"\ndata/fineweb.py: stopped; run the same command again to go on\n")
+    """Exit immediately on Ctrl-C, without waiting for the download threads."""
+    os.write(2, b"\ndata/fineweb.py: stopped; run the same command again to continue\n")
     os._exit(128 + number)
 
 

@@ -15,8 +15,8 @@ the hash would leave a split empty, the end of the whole text is held out instea
 The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json, which `python
 data/shards.py DIR` verifies. The shards of an earlier pack are replaced after all text has been
 tokenized. If a pack is killed while it replaces them, DIR/.pack remains and training refuses the
-folder: run the same command again. Packing needs disk space for two copies of the tokens. The
-memory holds two documents per core, or 2 MB of short ones, and 50 bytes per document.
+folder: run the same command again. Packing needs disk space for two copies of the tokens. In
+memory, it keeps two documents (or 2 MB of short ones) per core and 50 bytes per document.
 """
 
 import argparse
@@ -40,9 +40,9 @@ import tiktoken
 from shards import read_manifest, write_shard
 from tqdm import tqdm
 
-FEW = 10  # up to this many documents, the end of the text is held out instead of whole ones
+FEW = 10  # with this many documents or fewer, the end of the text is held out, not whole documents
 SHARD_TOKENS = 100_000_000
-BATCH = 2**20  # characters of text per task of a thread
+BATCH = 2**20  # characters of text per thread-pool task
 
 
 # ---- Encodings -----------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def read_text(file, text_field):
 
 
 def read_lines(file, text_field):
-    """Yield (line number, text) of each line of JSON; the text is None if a line has none."""
+    """Yield (line number, text) for each line of JSON; the text is None if it is missing."""
     for number, line in enumerate(file, start=1):
         if line.strip():
             try:
@@ -154,7 +154,7 @@ READERS = {".jsonl": read_lines, ".ndjson": read_lines, ".parquet": read_rows}
 
 
 def read_documents(file, path, text_field):
-    """Yield the Documents of a file. If its rest is unreadable, the last one has that fault."""
+    """Yield the Documents of a file. If reading fails midway, the last one has that fault."""
     base, compression = os.path.splitext(file)
     if compression not in OPEN:
         base, compression = file, ""
@@ -175,7 +175,7 @@ def read_documents(file, path, text_field):
 
 # ---- Encoding: from documents to one file of tokens ----------------------------------------------
 def batches(documents):
-    """Yield lists of consecutive documents with at least BATCH characters; the last has fewer."""
+    """Yield consecutive documents in lists of at least BATCH characters; the last may be short."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -207,7 +207,7 @@ def tokenize(documents, encoding, file, skip_bad):
     Returns (number of tokens of each document, hash of each document's name, all faults). Raises
     ValueError at the first fault unless skip_bad is set.
     """
-    lengths, keys, faults = array.array("q"), array.array("q"), []
+    lengths, name_hashes, faults = array.array("q"), array.array("q"), []
     progress = tqdm(unit=" tokens", unit_scale=True, disable=None)  # None: only on a terminal
     for document, tokens in encode(documents, encoding):
         if document.fault:
@@ -218,23 +218,23 @@ def tokenize(documents, encoding, file, skip_bad):
             raise ValueError(f"{faults[0]}: correct it, or pass {options} (see --help)")
         digest = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
         lengths.append(len(tokens))
-        keys.append(int.from_bytes(digest[:4], "big"))
+        name_hashes.append(int.from_bytes(digest[:4], "big"))
         file.write(tokens)
         progress.update(len(tokens))
     progress.close()
-    return np.array(lengths), np.array(keys), faults
+    return np.array(lengths), np.array(name_hashes), faults
 
 
 # ---- Layout: from one file of tokens to shards ---------------------------------------------------
-def choose(lengths, keys, val_fraction):
+def choose(lengths, name_hashes, val_fraction):
     """Return the training and the validation split, each as (N, 2) spans of positions."""
     ends = np.cumsum(lengths)
     spans = np.stack([ends - lengths, ends], axis=1)
-    held_out = keys < val_fraction * 2**32
-    if len(keys) > FEW and held_out.any() and not held_out.all():
+    held_out = name_hashes < val_fraction * 2**32
+    if len(name_hashes) > FEW and held_out.any() and not held_out.all():
         return spans[~held_out], spans[held_out]
-    total, end_of_texts = int(ends[-1]), len(lengths)
-    cut = end_of_texts + int((total - end_of_texts) * (1 - val_fraction))
+    total, num_documents = int(ends[-1]), len(lengths)
+    cut = num_documents + int((total - num_documents) * (1 - val_fraction))
     return np.array([[0, cut]]), np.array([[cut, total]])
 
 
@@ -281,14 +281,14 @@ def earlier_shards(out):
     listed = set(read_manifest(out / "manifest.json")["shards"])
     foreign = sorted({path.name for path in out.glob("*.bin")} - listed)
     if foreign:
-        raise ValueError(f"{out} holds {foreign}, which no pack wrote: move them, or change --out")
+        raise ValueError(f"{out} holds {foreign}, not from pack.py: move them, or change --out")
     return listed
 
 
 def publish(staging, out, old):
     """Replace the `old` shards in out with the files in staging.
 
-    out/.pack exists from before the first change until the last file is in place. At any moment,
+    out/.pack is made before the first change and removed after the last. At any moment,
     the manifest in out lists all shards that are there.
     """
     (out / ".pack").mkdir(exist_ok=True)
@@ -304,12 +304,12 @@ def pack(args, staging):
     """Write the shards and manifest.json of all inputs into staging; return the manifest."""
     encoding = get_encoding(args.encoding)
     files = list_files(args.inputs, args.pattern, args.exclude, args.out)
-    documents = (text for file in files for text in read_documents(*file, args.text_field))
+    documents = (document for file in files for document in read_documents(*file, args.text_field))
     with open(staging / "tokens", "wb") as file:
-        lengths, keys, faults = tokenize(documents, encoding, file, args.skip_bad)
+        lengths, name_hashes, faults = tokenize(documents, encoding, file, args.skip_bad)
     if not len(lengths):
         raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs")
-    train, val = choose(lengths, keys, args.val_fraction)
+    train, val = choose(lengths, name_hashes, args.val_fraction)
     tokens = np.asarray(np.memmap(staging / "tokens", np.uint16, "r"))
     manifest = {
         "encoding": args.encoding,
@@ -351,7 +351,7 @@ def parse_args(argv):
     add("--encoding", default="bytes", help="bytes, gpt2 or another encoding of tiktoken")
     add("--val_fraction", default=0.1, type=float, help="fraction to hold out (0.1)")
     add("--text_field", default="text", help="field of a JSON line or a parquet row")
-    add("--pattern", default="*", help="only read files of a folder whose names match")
+    add("--pattern", default="*", help="in folders, read only files whose names match")
     add("--exclude", default=[], nargs="*", help="relative paths to leave out")
     add("--skip_bad", action="store_true", help="leave out bad documents; manifest.json lists them")
     args = parser.parse_args(argv)

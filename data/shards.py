@@ -46,7 +46,7 @@ def file_sha256(path):
 
 
 def write_shard(path, tokens, arrays):
-    """Write uint16 arrays of `tokens` values together as one shard; return its sha256.
+    """Write uint16 arrays, `tokens` values in all, as one shard; return its sha256.
 
     The write is atomic: a temporary file, an fsync, then a rename.
     """
@@ -58,7 +58,7 @@ def write_shard(path, tokens, arrays):
             file.write(array)
             digest.update(array)
         assert file.tell() == 4 * SHARD_HEADER + 2 * tokens, (
-            "the number of tokens is not that of the header"
+            "the number of tokens differs from the header's"
         )
         file.flush()
         os.fsync(file.fileno())
@@ -96,7 +96,7 @@ def verify(folder):
     if (folder / ".pack").exists():
         raise ValueError(f"{folder} is incomplete, because data/pack.py was interrupted: {again}")
     if not manifest["shards"]:
-        raise ValueError(f"{path} does not exist or lists no shard: give a folder of data/pack.py")
+        raise ValueError(f"{path} does not exist or lists no shard: give a folder pack.py wrote")
     for shard in sorted(folder.glob("*.bin")):
         if shard.name not in manifest["shards"]:
             raise ValueError(

@@ -37,7 +37,7 @@ def test_a_check_without_faults_describes_the_run(processes, network, tiny, mani
     assert not list(Path(tiny["log_dir"]).iterdir())  # nothing was trained
     assert f"processes {processes}; " in text
     assert re.search(f"^network: {network}", text, re.M)
-    assert "shards: 1 of 4 have a known sha256" in text
+    assert "shards: 1 of 4 shards have a known sha256, and all of these match" in text
     rows = re.findall(r"^ +(\d+) x (\S+) +\(([\d, ]+)\) +(\w+) +lr:(\S+)$", text, re.M)
     assert rows[0] == ("1", "wte.weight", "64, 16", "AdamW", "0.01")
     assert rows[1:4] == [

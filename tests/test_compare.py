@@ -62,9 +62,9 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
         ({}, {"device": "CPU two"}, AGAINST, "these runs differ in hardware"),
         ({}, {"products": "torch.bfloat16"}, AGAINST, "these runs differ in dtype of products"),
         ({}, {"first": 21}, AGAINST, "these runs differ in schedule"),
-        ({}, {"num_iterations": 20}, AGAINST, "a read 1,280 tokens and b 640: the better side may"),
+        ({}, {"num_iterations": 20}, AGAINST, "a read 1,280 tokens and b 640: the first side may"),
         ({}, {"loss": 1.2}, AGAINST, "all losses of b are {1.2}: a test needs some spread"),
-        ({}, {}, "--target=1.5 --n=5", "a has 3 runs, but n=5 was fixed before"),
+        ({}, {}, "--target=1.5 --n=5", "a has 3 runs, but n=5 was fixed in advance"),
         ({}, {}, "--target=1.7", "not the target in the logs, 1.5"),
         ({}, {}, "--against {}/a*", "a log is on both sides"),
         ({}, {}, "--against {}/b_seed1.txt", "b has 1 run"),
@@ -335,8 +335,8 @@ def test_the_verdict_on_a_repetition(changes, status, sentence, tmp_path, capsys
         # This run began in another log.
         ([f"{ROOT}/records/2026-11-22_Candidate", "equal_time/B_round1"], "has no run"),
         (["{record}/data"], "holds no log of a training run"),
-        (["{record}/none"], "is no folder"),
-        (["{record}", "--n_layer=9"], "--n_layer=9 would make it another experiment"),
+        (["{record}/none"], "is not a folder"),
+        (["{record}", "--n_layer=9"], "--n_layer=9 would change the experiment"),
     ],
 )
 def test_invalid_reruns_are_rejected(arguments, sentence, record):

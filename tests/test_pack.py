@@ -216,7 +216,7 @@ def test_fault_4_and_7_a_pack_that_fails_changes_nothing(tmp_path):
         assert "another pack.py is writing to" in refusal(tmp_path / "out", lines)
     assert all_files(tmp_path / "out") == before
     (tmp_path / "out" / "train_000007.bin").write_bytes(b"somebody's")
-    assert "['train_000007.bin'], which no pack wrote" in refusal(tmp_path / "out", lines)
+    assert "['train_000007.bin'], not from pack.py" in refusal(tmp_path / "out", lines)
     assert all_files(tmp_path / "out") == before | {"train_000007.bin": b"somebody's"}
 
 

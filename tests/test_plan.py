@@ -89,7 +89,7 @@ def test_a_plan_for_three_gpus_adds_up():
     # Gradients travel in float32, Muon's updates in bfloat16; then the loss and a sum of norms.
     matrices, tables = 12 * 32**2, (64 + 500) * 32
     size = 4 * (matrices + tables) + 2 * matrices + 8
-    assert f"3 all_reduce of {size / 1e6:.1f} MB" in page  # Muon's three stacks travel in one
+    assert f"3 all_reduce, {size / 1e6:.1f} MB" in page  # Muon's three stacks travel in one
 
 
 @compiles

@@ -182,7 +182,9 @@ def test_fault_14_a_literal_that_python_cannot_read_is_one_sentence(literal, tmp
     write_group(tmp_path, "a", [1.2, 1.3])
     path = tmp_path / "a_seed2.txt"
     path.write_text(re.sub(r"(hyperparameter batch_size)=.*", rf"\1={literal}", path.read_text()))
-    with pytest.raises(ValueError, match=r"^[^\n]*a_seed2.txt is no log of a training run[^\n]*$"):
+    with pytest.raises(
+        ValueError, match=r"^[^\n]*a_seed2.txt is not the log of a training run[^\n]*$"
+    ):
         report.main([str(tmp_path)])
 
 
@@ -199,7 +201,7 @@ def test_fault_14_long_lines_are_parsed_fast(before, filler, tmp_path):
 @pytest.mark.parametrize("text", ["", "soak: 30 cycles", "hyperparameter a=1\n"])
 def test_other_files_are_not_read_as_logs(text, tmp_path):
     (tmp_path / "a.txt").write_text(text)
-    with pytest.raises(ValueError, match=r"a\.txt is no log of a training run"):
+    with pytest.raises(ValueError, match=r"a\.txt is not the log of a training run"):
         runlog.read(tmp_path / "a.txt")
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(ValueError, match=r"pipe\.txt is not a regular file"):

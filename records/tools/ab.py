@@ -1,15 +1,15 @@
 """Compare commands, settings or edits of train_gpt2.py by interleaved runs on this machine.
 
     bash run.sh ab "python train_gpt2.py --preset=cpu" --arm "eager: --compile=False" \\
-        --arm "softcap: softcap.diff" --out logs/arms     # arms that are changes of A
+        --arm "softcap: softcap.diff" --out logs/arms     # arms that are changes to A
     bash run.sh ab "python train_gpt2.py" "NEW/bin/python train_gpt2.py" --out logs/torch  # A and B
     bash run.sh ab --logs logs/arms                       # only the table, from the logs
 
-A command starts a script from the current folder, also by `python -m torch.distributed.run ...`.
+A command runs a script in the current folder, directly or by `python -m torch.distributed.run`.
 `python` is the interpreter that runs this tool.
 
 Each arm runs once per round, with the number of the round as its seed. The order of the arms is
-reversed from round to round, so that a drift of the machine's speed cancels out. Close other
+reversed from round to round, so that a drift in the machine's speed cancels out. Close other
 programs first.
 
 Called again with the same commands, the tool keeps finished runs and resumes unfinished ones. It
@@ -43,7 +43,7 @@ with packages():
     from scipy import stats
 
 STATE = "ab.json"  # beside the logs: the arms, and whether a round was interrupted
-OWN_SETTINGS = {"seed", "run_id", "log_dir", "resume"}  # the runs of an arm may differ in these
+MAY_VARY_IN_ARM = {"seed", "run_id", "log_dir", "resume"}  # the runs of an arm may differ in these
 
 
 # ---- The runs -----------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def patched(script, diff, folder):
         old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
         new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
         places = text.count(old)
-        require(places == 1, f"{diff} does not apply: {places} places in {script} fit {hunk!r}")
+        require(places == 1, f"{diff} does not apply: {places} places in {script} match {hunk!r}")
         text = text.replace(old, new)
     copy = Path(tempfile.mkdtemp(dir=folder), "train_gpt2.py")
     copy.write_text(text)
@@ -91,14 +91,14 @@ def patched(script, diff, folder):
 
 
 def changed_arm(text, base, folder):
-    """Return the Arm of `name: settings` or `name: file.diff`, a change of the command base."""
+    """Return the Arm of `name: settings` or `name: file.diff`, a change to the base command."""
     name, _, change = (part.strip() for part in text.partition(":"))
     diff = Path(change) if change.endswith(".diff") and Path(change).is_file() else None
     require(
         re.fullmatch(r"[\w .+-]+", name) and (diff or change.startswith("--")),
         f"arm {text!r} must be `NAME: --setting=value ...` or `NAME: FILE.diff`, an existing file",
     )
-    name = name.replace("_", " ")  # both are written as _ in the names of logs
+    name = name.replace("_", " ")  # a space and _ are both written as _ in the names of logs
     return make_arm(name, base if diff else f"{base} {change}", diff, folder)
 
 
@@ -156,7 +156,7 @@ def collect(folder):
     require(len(base) > 1 and len(groups) > 1, f"{folder} {rule}, ...")
     rounds = [run.seed for run in base]
     for name, runs in groups.items():
-        check_repetitions(runs, OWN_SETTINGS)
+        check_repetitions(runs, MAY_VARY_IN_ARM)
         own = [run.seed for run in runs]
         require(own == rounds, f"{name} has the rounds {own}, not {rounds}: run ab.py again")
     unknown = check_comparable([run for runs in groups.values() for run in runs])
@@ -177,7 +177,7 @@ def paired(values):
 
 
 def holm(values):
-    """Return p-values with Holm's correction, in the order given. NaN stays NaN, but counts."""
+    """Return Holm-corrected p-values, in the order given. NaN stays NaN, but counts as a test."""
     values = np.array(values)
     order = np.argsort(values)  # NaN comes last
     factors = np.arange(len(values), 0, -1)
@@ -199,7 +199,7 @@ def time_cell(runs, base):
 
 
 def table(arms, timed):
-    """Return the table of all arms, A first, then by decreasing loss, and their differences."""
+    """Return the table of all arms (A, then by decreasing loss) and how they differ from A."""
     base = arms["A"]
     losses = {name: np.array([run.val_loss for run in runs]) for name, runs in arms.items()}
     tests = {name: paired(losses[name] - losses["A"]) for name in arms if name != "A"}
@@ -209,7 +209,7 @@ def table(arms, timed):
         p = "n/a" if np.isnan(corrected[name]) else f"{corrected[name]:.2g}"
         difference = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
         rows.append([name, f"{losses[name].mean():.4f}", difference, p])
-        found = differences(arms[name][0], base[0], OWN_SETTINGS)
+        found = differences(arms[name][0], base[0], MAY_VARY_IN_ARM)
         lines.append(f"{escaped(name)} differs from A in: {escaped(found)}.")
     head = ["arm", "val loss", "minus A (95%)", "p, corrected"]
     if timed:
@@ -226,7 +226,7 @@ def parse(argv):
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("commands", nargs="*", metavar="COMMAND", help="arms A, B, ..., in this order")
-    forms = "a change of A: NAME: SETTINGS, or NAME: FILE.diff; may be repeated"
+    forms = "a change to A, as NAME: SETTINGS or NAME: FILE.diff; may be repeated"
     add("--arm", action="append", default=[], help=forms)
     add("--rounds", type=int, default=6, help="default: 6")
     folder = parser.add_mutually_exclusive_group(required=True)
@@ -249,7 +249,7 @@ def main(argv):
         with tempfile.TemporaryDirectory() as copies:
             arms += [changed_arm(text, options.commands[0], copies) for text in options.arm]
             run_all(arms, options.rounds, folder)
-    state = folder / STATE  # missing beside older logs, which were never continued
+    state = folder / STATE  # missing in older folders, which were never continued
     timed = not (state.exists() and json.loads(state.read_text())["interrupted"])
     print(table(collect(folder), timed))
 

@@ -41,7 +41,7 @@ def timed(function, *arguments):
 class Checks:
     """The checks of a run. Each check_ method returns its result as text, or raises an exception.
 
-    They keep what later checks need as attributes.
+    They store in attributes what later checks need.
     """
 
     def __init__(self, argv):
@@ -73,7 +73,7 @@ class Checks:
         self.rank, self.world_size, self.device = self.place
         self.dtype = train_gpt2.product_dtype(self.args, self.device)
         return (
-            f"{train_gpt2.device_name(self.device)}; processes {self.world_size}; products "
+            f"{train_gpt2.device_name(self.device)}; processes {self.world_size}; matmuls in "
             f"{self.dtype}; python {platform.python_version()}, torch {torch.__version__}"
         )
 
@@ -107,7 +107,7 @@ class Checks:
         for path in listed[self.rank :: self.world_size]:
             if file_sha256(path) != known[path.name]:
                 raise UserError(f"{path} has an unexpected sha256: fetch or pack it again")
-        return f"{len(listed)} of {len(paths)} have a known sha256, and it is right"
+        return f"{len(listed)} of {len(paths)} shards have a known sha256, and all of these match"
 
     def check_optimizers(self):
         """List all parameters with optimizer and learning rate, without allocating them."""
@@ -126,13 +126,13 @@ class Checks:
                     self.states += p.numel() * (2 if name == "AdamW" else 1)
         rows = Counter()
         for name, p in gpt.named_parameters():
-            name = re.sub("[.][0-9]+", ".*", name)  # equal rows of all blocks are counted
+            name = re.sub("[.][0-9]+", ".*", name)  # merges equal rows of different blocks
             rows[f"{name:24s} {tuple(p.shape)!s:16s} {optimizer_of[p]}"] += 1
         lines = [f"  {count:3d} x {row}" for row, count in rows.items()]
         return "\n".join([f"{self.weights:,} parameters", *lines])
 
     def check_disk(self):
-        """Check that log_dir is writable and has space for the checkpoints and one in progress."""
+        """Check that log_dir is writable and has space for the kept checkpoints and one more."""
         log_dir = self.args.log_dir
         Path(log_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=log_dir):
@@ -150,7 +150,7 @@ class Checks:
         gpt = train_gpt2.GPT(args, self.dtype).to(self.device)
         optimizers = train_gpt2.build_optimizers(gpt, args, self.rank, self.world_size)
         inputs, targets = train_loader.next_batch()
-        # A slow CPU takes minutes for a step. This does not wait for a GPU, which is never so slow.
+        # A step can take minutes on a slow CPU. This does not wait for a GPU: none is that slow.
         step = len(inputs) * timed(lambda: gpt(inputs[:1], targets[:1]).backward())
         gpt.zero_grad()
         if step > 60:

@@ -106,7 +106,7 @@ def check(sides, target, n):
         require(len(runs) > 1, f"{name} has {len(runs)} run: a test needs at least 2")
         require(
             n in (None, len(runs)),
-            f"{name} has {len(runs)} runs, but n={n} was fixed before them: give exactly these "
+            f"{name} has {len(runs)} runs, but n={n} was fixed in advance: give exactly these "
             f"{n}, or omit --n and claim no record",
         )
         check_repetitions(runs)
@@ -124,7 +124,7 @@ def check(sides, target, n):
         (a, [first, *_]), (b, [second, *_]) = sides
         require(
             first.tokens <= second.tokens,
-            f"{a} read {first.tokens:,} tokens and {b} {second.tokens:,}: the better side may read "
+            f"{a} read {first.tokens:,} tokens and {b} {second.tokens:,}: the first side may read "
             f"fewer, not more",
         )
     return unknown
@@ -174,7 +174,7 @@ def parse(argv):
     other = parser.add_mutually_exclusive_group(required=True)
     other.add_argument("--against", nargs="+", metavar="LOG", help="the other side")
     other.add_argument("--target", type=float, help="loss that the mean must be below")
-    parser.add_argument("--n", type=int, help="runs per side, fixed before the runs")
+    parser.add_argument("--n", type=int, help="number of runs per side, fixed in advance")
     return parser.parse_args(argv)
 
 

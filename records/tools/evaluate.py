@@ -12,7 +12,7 @@ context. With --stride N, a window begins every N tokens, and tokens that the pr
 covers count only there. The others have at least sequence_length - N + 1 tokens of context.
 
 The loss is the mean in nats per token, and the perplexity is its exponential. Bits per byte, the
-total in bits divided by the bytes of the text, also compare models of different encodings. An
+total in bits divided by the bytes of the text, are also comparable between encodings. An
 end-of-text token has no bytes.
 
 For benchmarks such as HellaSwag, export the model (export.py) and run EleutherAI's lm-eval on it.
@@ -62,7 +62,7 @@ def total_nats(gpt, tokens, T, stride):
 
 # ---- Texts --------------------------------------------------------------------------------------
 def read_shards(pattern, args, count=None):
-    """Return the first `count` tokens of the shards of a glob, by default all, (N,) int32."""
+    """Return the first `count` tokens (default: all) of the shards matching a glob, (N,) int32."""
     cpu = torch.device("cpu")
     loader = DistributedDataLoader(pattern, 1, args.sequence_length, 0, 1, cpu, args.vocab_size)
     count = count or loader.total_tokens
@@ -122,7 +122,7 @@ def measure(gpt, texts, encoding, T, stride):
 
 # ---- The command --------------------------------------------------------------------------------
 def compare_with_run(state, args, tokens):
-    """Return a sentence on the run's own val_loss, and whether it is of the same tokens."""
+    """Return a sentence on the run's own val_loss and on whether its tokens were the same."""
     val_hash = state.get("val_hash")
     found = hashlib.sha256(tokens.numpy().astype("<u2")).hexdigest()[:16]
     if val_hash != found:
@@ -131,7 +131,7 @@ def compare_with_run(state, args, tokens):
             f"holds now (val_hash {found}): do not compare the loss above with that of the run"
         )
     if "val_loss" not in state:
-        return "the run was validated on the same tokens; a checkpoint does not hold its val_loss"
+        return "the run was validated on the same tokens; a checkpoint holds no val_loss"
     own = f"the run's own val_loss:{state['val_loss']:.4f}"
     return f"{own} on the same tokens, computed in {state.get('dtype')}"
 

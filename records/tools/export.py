@@ -33,11 +33,11 @@ GPT2SpeedrunForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
 # ---- Tokenizer and model ------------------------------------------------------------------------
 def tokenizer_of(encoding, sequence_length):
-    """Return a tokenizer of transformers that gives the same ids as the encoding, of tiktoken."""
-    # In the vocabulary, the end-of-text token keeps its id. Otherwise it would get the last one.
+    """Return a transformers tokenizer that gives the same ids as the tiktoken encoding."""
+    # The vocabulary lists the end-of-text token, which would otherwise get another id: the last.
     vocabulary = {**encoding._mergeable_ranks, END_OF_TEXT.encode(): encoding.eot_token}
     converter = TikTokenConverter(pattern=encoding._pat_str, extra_special_tokens=[END_OF_TEXT])
-    converter.load_tiktoken_bpe = lambda file: vocabulary  # instead of that of a file
+    converter.load_tiktoken_bpe = lambda file: vocabulary  # instead of reading one from a file
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=converter.converted(),
         bos_token=END_OF_TEXT,
@@ -50,13 +50,13 @@ def tokenizer_of(encoding, sequence_length):
 
 
 def model_of(gpt, args, encoding):
-    """Return the GPT as a model of transformers, with float32 weights."""
+    """Return the GPT as a transformers model, with float32 weights."""
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), encoding.eot_token)
     names = vars(args).keys() & GPT2SpeedrunConfig.__annotations__
     config = GPT2SpeedrunConfig(**{name: getattr(args, name) for name in names}, **ids)
     model = GPT2SpeedrunForCausalLM(config)
     model.load_state_dict(dict(gpt.named_parameters()))
-    padding = list(range(encoding.n_vocab, args.vocab_size))  # ids that no text has
+    padding = list(range(encoding.n_vocab, args.vocab_size))  # ids that occur in no text
     model.generation_config = transformers.GenerationConfig(**ids, suppress_tokens=padding or None)
     return model
 
@@ -120,7 +120,7 @@ def check(folder, gpt, args, encoding):
     text = f"{__doc__} naïve 12.5 € \t\n  日本語 🙂 can't  "
     ids = tokenizer.encode(text, verbose=False)
     equal = ids == encoding.encode_ordinary(text) and tokenizer.eos_token_id == encoding.eot_token
-    require(equal, f"the exported tokenizer gives other ids than {encoding.name}")
+    require(equal, f"the exported tokenizer gives different ids from {encoding.name}")
     model = GPT2SpeedrunForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     length = min(args.sequence_length, 128)
     inputs = torch.randint(args.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
@@ -130,13 +130,13 @@ def check(folder, gpt, args, encoding):
     require(
         difference <= 1e-5 * max(1, expected.abs().max().item()),  # False for NaN
         f"the exported logits differ from those of train_gpt2.py's GPT by {difference:.2g}: change "
-        f"modeling_gpt2_speedrun.py in the same way as GPT, or train a run that does not diverge",
+        f"modeling_gpt2_speedrun.py in the same way as GPT; if it is nan, the run diverged",
     )
     return difference
 
 
 def export(path, out, encoding_name=""):
-    """Write the weights of a file as the folder `out`, atomically. Return a report of one line."""
+    """Write the weights of a file as the folder `out`, atomically. Return a one-line report."""
     is_free = not os.path.lexists(out) or (out.is_dir() and not os.listdir(out))
     require(is_free, f"{out} exists: give a new or an empty folder")
     gpt, args, state = weights.load(path, dtype=torch.float32)
@@ -145,14 +145,14 @@ def export(path, out, encoding_name=""):
     card = card_of(out.name, args, state, encoding, model.num_parameters())
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, suffix=".partial") as folder:
-        made = Path(folder, "export")
-        model.save_pretrained(made)
-        tokenizer_of(encoding, args.sequence_length).save_pretrained(made)
-        (made / "README.md").write_text(card, encoding="utf-8")
+        export_folder = Path(folder, "export")
+        model.save_pretrained(export_folder)
+        tokenizer_of(encoding, args.sequence_length).save_pretrained(export_folder)
+        (export_folder / "README.md").write_text(card, encoding="utf-8")
         # safetensors makes a file that only its owner can read.
-        shutil.copymode(made / "config.json", made / "model.safetensors")
-        difference = check(made, gpt, args, encoding)
-        os.rename(made, out)
+        shutil.copymode(export_folder / "config.json", export_folder / "model.safetensors")
+        difference = check(export_folder, gpt, args, encoding)
+        os.rename(export_folder, out)
     return f"{path} -> {out}; its logits differ from those of GPT by at most {difference:.1g}"
 
 

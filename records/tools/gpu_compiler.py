@@ -1,7 +1,7 @@
 """Compile a GPT for an NVIDIA GPU on a machine without one, and list the generated kernels.
 
 TorchInductor and Triton generate the same kernels as on the GPU, and ptxas compiles them. Nothing
-runs: tensors are fake, on a pretended device "cuda:0". This module replaces functions of torch.cuda
+runs: tensors are fake, on a simulated device "cuda:0". This module replaces functions of torch.cuda
 and must be imported before torch, in a process of its own. Needs torch 2.13.0, triton 3.7.1, g++.
 """
 
@@ -25,19 +25,19 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = FOLDER.name
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # kernels are recorded in this process
 
-# The pretended device must be loaded before torch looks for a real one.
+# The simulated device must be loaded before torch looks for a real one.
 torch_folder = Path(importlib.util.find_spec("torch").origin).parent
 library = f"{FOLDER.name}/pretend.so"
 command = ["g++", "-std=c++20", "-shared", "-fPIC", "-o", library, f"-I{torch_folder}/include"]
 command += [Path(__file__).with_name("pretend.cpp"), f"-L{torch_folder}/lib", "-lc10"]
 subprocess.run([*command, "-ltorch_cpu", f"-Wl,-rpath,{torch_folder}/lib"], check=True)
-pretended_device = ctypes.CDLL(library)
+simulated_device = ctypes.CDLL(library)
 import torch  # noqa: E402
 
-pretended_device.set_guard()
+simulated_device.set_guard()
 
 
-# ---- The pretended GPU --------------------------------------------------------------------------
+# ---- The simulated GPU --------------------------------------------------------------------------
 @dataclasses.dataclass
 class GPU:
     """Properties of a GPU, named as in torch.cuda, and rates from its data sheet."""
@@ -47,10 +47,10 @@ class GPU:
     multi_processor_count: int
     max_threads_per_multi_processor: int
     shared_memory_per_block_optin: int
-    flops: float  # dense bf16 FLOP/s that accumulate in float32
+    flops: float  # dense bf16 FLOP/s, accumulating in float32
     bandwidth: float  # bytes/s to and from its memory
     bus: float  # bytes/s: NCCL's bus bandwidth in a node of 8 GPUs
-    name: str = "pretended"
+    name: str = "simulated"
     regs_per_multiprocessor: int = 65536
 
 
@@ -89,7 +89,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 import train_gpt2  # noqa: E402
 
 # Disable Inductor's passes that need the values of tensors.
-joint_graph.lazy_init = lambda device: None  # patterns of plain attention and of padded products
+joint_graph.lazy_init = lambda device: None  # registers fusion and padding patterns
 config.joint_graph_constant_folding = False
 config.use_static_triton_launcher = False
 config.profile_bandwidth = not INTERPRETED  # estimates the bytes that a kernel moves
@@ -158,7 +158,7 @@ def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
     loops = re.findall(r"\b([xyzr]\d?_?)numel = (\d+)", source)
     sizes = {axis: int(size) for axis, size in loops}
     moved = 1e9 * (meta.get("kernel_num_gb") or 0)
-    # A loop this long reads from memory each time, but Inductor counts each input only once.
+    # In a loop this long, each load reads from memory, but Inductor counts each input only once.
     if sizes.get("r0_", 0) >= 8192:
         loads = re.findall(r"tl\.load\((\w+) \+ \((.*?)\), ", source)
         reads = Counter(name for name, index in loads if "x" in index and "r0" in index)
@@ -195,7 +195,7 @@ def compile_graph(graph_module, inputs, names, **named):
 
 
 def attention_of_gpu(query, key, value, is_causal):
-    """Call the attention kernel that PyTorch chooses on the GPU, which cannot be queried here."""
+    """Call the attention kernel that PyTorch would choose on a GPU; it cannot be asked here."""
     aten, gradient = torch.ops.aten, torch.is_grad_enabled()
     if chosen.gpu.major < 9:
         return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
@@ -206,14 +206,14 @@ def attention_of_gpu(query, key, value, is_causal):
 
 def dense_embedding_bag(rows, weight, embedding_bag=F.embedding_bag, **named):
     """Look up rows with a dense gradient, because fake tensors cannot be sparse."""
-    if weight.grad is not None:  # sparse gradients are only appended, which costs nothing
+    if weight.grad is not None:  # accumulating sparse gradients only concatenates them: free
         weight = weight.detach().requires_grad_()
     return embedding_bag(rows, weight, mode="sum")
 
 
 @contextlib.contextmanager
 def on_gpu(args, dtype, running=contextlib.nullcontext):
-    """Yield (model, graphs): a GPT, compiled for the GPU as training does it, and its Graphs.
+    """Yield (model, graphs): a GPT, compiled for the GPU as in training, and its Graphs.
 
     Inside, tensors are fake. Each call of a graph runs in the context manager running(graph).
     """
@@ -240,7 +240,7 @@ def on_gpu(args, dtype, running=contextlib.nullcontext):
             tokens = torch.zeros(args.device_batch_size, args.sequence_length, dtype=torch.int64)
         model.compile = functools.partial(torch.nn.Module.compile, model, backend=backend)
         loader = SimpleNamespace(next_batch=lambda: (tokens, tokens.clone()))
-        # warm_up ends where it reads the loss of the first training pass.
+        # warm_up raises this when it reads the first training loss, after all graphs are compiled.
         with contextlib.suppress(fake_tensor.DataDependentOutputException):
             train_gpt2.warm_up(model, args, loader)
         yield model, graphs

@@ -75,7 +75,7 @@ class NgramTable(nn.Module):
 
     def forward(self, input_ids, is_token):  # (B, T), bool (B, T), to (B, T, C)
         hashes = input_ids.long()
-        input_ids = hashes * is_token  # zeros, as before the start of a sequence
+        input_ids = hashes * is_token  # padding becomes 0, like what precedes a sequence
         total = 0.0
         for distance in range(1, self.max_ngram):
             earlier = F.pad(input_ids, (distance, 0))[:, : input_ids.size(1)]

@@ -1,6 +1,6 @@
 """Predict a training step on NVIDIA GPUs without one: time, launches, bytes and memory by part.
 
-    python records/tools/plan.py --device=H100 --world_size=8 [--field=value of Hyperparameters ...]
+    python records/tools/plan.py --device=H100 --world_size=8 [--field=value ...]
 
 Forward and backward consist of the kernels that Inductor generates for the GPU (gpu_compiler.py).
 The other operations and the all-reduces are counted by running train_step on fake tensors. Times
@@ -34,15 +34,15 @@ FLOPS_SHARES = {  # of the peak FLOP/s
     "attention": 0.31,  # about 300 TFLOP/s on an H100
     "small product": 0.4,  # Newton-Schulz's matrices of 768 rows do not fill a GPU
 }
-STREAM = 0.85  # of the memory's bandwidth; copies reached 0.9
-SCATTER = 0.4  # of the memory's bandwidth, for atomic additions
+STREAM_SHARE = 0.85  # of the memory's bandwidth; copies reached 0.9
+SCATTER_SHARE = 0.4  # of the memory's bandwidth, for atomic additions
 COMPILED_LAUNCH = 3e-6  # s between two kernels of a graph
 EAGER_LAUNCH = 5e-6  # s to launch an operation from Python
-COLLECTIVE = 40e-6  # s to start an all-reduce; 45 to 90 us were seen with small tensors
+COLLECTIVE_LAUNCH = 40e-6  # s to start an all-reduce; 45 to 90 us were seen with small tensors
 
 
 def part_of(kind, graph, sizes, vocab_size):
-    """Return a kernel's part of the step. A dimension of vocab_size belongs to the head."""
+    """Return a kernel's part of the step. A kernel of size vocab_size is the head's."""
     if kind == "scatter":
         return "embedding's gradient"
     if kind == "attention":
@@ -62,7 +62,7 @@ class Clock(TorchDispatchMode):
     def __init__(self, gpu, vocab_size, world_size):
         super().__init__()
         self.gpu, self.vocab_size, self.world_size = gpu, vocab_size, world_size
-        self.seconds = self.network_free = 0.0
+        self.seconds = self.network_free_at = 0.0
         self.graph = None  # the compiled graph that is running, if any
         self.parts = ["other"]  # the current part and those around it, innermost last
         # Launches, bytes, flops and seconds of each part; "other" is the first row of the table.
@@ -87,7 +87,7 @@ class Clock(TorchDispatchMode):
 
     def launch(self, part, kind, moved, flops, launches=1):
         """Charge launches to a part. moved, flops: bytes and FLOPs per launch."""
-        bandwidth = self.gpu.bandwidth * (SCATTER if kind == "scatter" else STREAM)
+        bandwidth = self.gpu.bandwidth * (SCATTER_SHARE if kind == "scatter" else STREAM_SHARE)
         seconds = max(flops / self.gpu.flops / FLOPS_SHARES.get(kind, 1), moved / bandwidth)
         # In eager code, Python launches the next operation while the GPU still runs this one.
         seconds = seconds + COMPILED_LAUNCH if self.graph else max(seconds, EAGER_LAUNCH)
@@ -114,7 +114,7 @@ class Clock(TorchDispatchMode):
         if func.is_view or func.namespace != "aten" or func.__name__.startswith(free):
             return out
         values = tree_leaves((args, kwargs, out))
-        if out is None:  # the operation writes some of its arguments
+        if out is None:  # the operation writes to some of its arguments
             values += tree_leaves([a for s, a in zip(func._schema.arguments, args) if s.alias_info])
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         flops = flops_of(*args, **kwargs, out_val=out) if flops_of else 0
@@ -135,8 +135,8 @@ class Clock(TorchDispatchMode):
         """A replacement for torch.distributed.all_reduce."""
         self.sent.append(tensor.nbytes)
         traffic = 2 * (self.world_size - 1) / self.world_size * tensor.nbytes
-        start = max(self.network_free, self.seconds)
-        end = self.network_free = start + COLLECTIVE + traffic / self.gpu.bus
+        start = max(self.network_free_at, self.seconds)
+        end = self.network_free_at = start + COLLECTIVE_LAUNCH + traffic / self.gpu.bus
 
         def wait():
             self.spend("communication", max(0.0, end - self.seconds))
@@ -193,7 +193,7 @@ Planned, not measured: a step on {clock.world_size} x {device}, \
 Training: {args.num_iterations} steps in {step["seconds"] * args.num_iterations / 60:.1f} minutes. \
 MFU: {model_flops / step["seconds"] / clock.gpu.flops:.1%}.
 Peak memory: {sum(memory.values()) / 1e9:.1f} GB ({uses}).
-Collectives of a step: {len(clock.sent)} all_reduce of {sum(clock.sent) / 1e6:.1f} MB.
+Collectives of a step: {len(clock.sent)} all_reduce, {sum(clock.sent) / 1e6:.1f} MB in total.
 
 Not modelled: which kernel configurations autotuning picks, the speed of cuBLAS and cuDNN at these
 shapes, L2 cache hits, a GPU that waits for Python, collectives that slow down concurrent kernels,

@@ -1,11 +1,11 @@
-"""Print tables and draw pictures from logs, and renew the generated tables in the READMEs.
+"""Print tables and draw pictures from logs, and update the generated tables in the READMEs.
 
     python records/tools/report.py LOG...                   # a row per run, a row per group
     python records/tools/report.py muon='records/X/m*.txt' adamw=records/Y --picture curves.png
     python records/tools/report.py logs/RUN.txt --picture now.png       # also during training
     python records/tools/report.py --history                # the table of all records
     python records/tools/report.py --map                    # the sections of train_gpt2.py
-    python records/tools/report.py --refresh                # renew what the READMEs show
+    python records/tools/report.py --refresh                # regenerate the READMEs' tables
 
 LOG is a file, a folder or a quoted glob. `NAME=` before it puts its runs into a group of that name.
 Otherwise the group is named after the file, without the seed: muon_seed3.txt belongs to muon. n/a
@@ -13,12 +13,12 @@ means that the log does not contain the value. n counts every run. A group has n
 runs is unfinished (stopped or still running) or has diverged.
 
 Runs in a group must share val_hash, world size, dtype and num_iterations, otherwise the group is
-rejected. So must the starts of a resumed run, except that num_iterations may grow. All runs in a
+rejected. A resumed run's starts must agree too, but num_iterations may grow. All runs in a
 picture must share val_hash.
 
 In a README, a generated table stands between its command, `<!-- python records/tools/... -->`, and
 `<!-- end -->`, each on a line of its own. --stale runs these commands, lists those whose output has
-changed, and exits with status 1 if there are any. --refresh renews the tables and their pictures.
+changed, and exits with status 1 if there are any. --refresh rewrites the tables and their pictures.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def or_na(value, form="{}"):
 
 
 def progress(run):
-    """Return the steps of a run, and why it has no result if it has none."""
+    """Return the steps of a run; without a result, also the last step and why."""
     steps = run.num_iterations
     return f"{steps}" if run.finished else f"{run.last_step} of {steps}, {run.fault}"
 
@@ -93,9 +93,9 @@ def collect(arguments):
 
 
 def grouped(named):
-    """Return {group: runs sorted by seed} from pairs of a group's name, or None, and a Run.
+    """Return {group: runs sorted by seed} from pairs (group's name or None, Run).
 
-    The folder is part of the name if several folders hold runs of equal label. Raises ValueError
+    The folder is part of the name if runs in several folders share a label. Raises ValueError
     unless the losses of each group are comparable.
     """
     folders = Counter(label for label, _ in {(run.label, run.path.parent) for _, run in named})
@@ -174,7 +174,7 @@ def summary(groups):
 
 
 def groups_of_record(folder):
-    """Return the groups that the README of a record reports, and the logs that are in none.
+    """Return the groups that a record's README reports, plus groups of its remaining logs.
 
     If the README reports groups, other logs in subfolders are ignored.
     """
@@ -210,7 +210,7 @@ def history():
 
 # ---- Pictures ------------------------------------------------------------------------------------
 def curve(run, kind):
-    """Return the steps and losses to draw of a run, two arrays.
+    """Return the steps and losses of a run to draw, as two arrays.
 
     The first tenth of the run is left out, because the loss is much higher there. Training losses
     are averaged over pieces of the run.
@@ -275,7 +275,7 @@ def run_block(tool, arguments):
 def outdated(readme, write):
     """Return the commands of a README whose output has changed.
 
-    With write, renew the tables that have changed, and their pictures.
+    With write, regenerate the tables that have changed, and their pictures.
     """
     stale = []
 
@@ -315,7 +315,7 @@ def main(argv):
         if options.picture:
             draw(groups, options.picture)
         return 0
-    os.chdir(ROOT)  # the READMEs name files from there
+    os.chdir(ROOT)  # paths in the READMEs are relative to it
     if options.history or options.map:
         print(history() if options.history else file_map())
         return 0

@@ -1,14 +1,14 @@
-"""Train a record again from its own log and test whether the loss is within its spread.
+"""Train a record again from its own log and test whether the loss is within the record's spread.
 
     bash run.sh records/<date>_<Name> [NAME] [--field=value ...]
 
 NAME is a log of the record, such as seeds/B_round5 or muon_seed3. By default, it is a log of the
 experiment with the most seeds. The source and the settings come from the log, so the code in the
 log is executed: only rerun logs that you trust. Settings given here, such as --seed=11, override
-them; those that would make it another experiment are rejected.
+them; those that would change the experiment are rejected.
 
 The new loss is compared with the 99% prediction interval of all runs of the experiment, one per
-seed (Student's t). The exit status is 0 if it is within, otherwise 1. For an experiment with one
+seed (Student's t). The exit status is 0 if it lies inside, otherwise 1. For an experiment with one
 seed, both losses are printed without a verdict.
 """
 
@@ -35,7 +35,7 @@ SET_BY_RERUN = {"run_id", "log_dir", "resume"}
 
 def choose(folder, name):
     """Return (the run to repeat, the runs of its experiment with one run per seed)."""
-    require(folder.is_dir(), f"{folder} is no folder: give one of records/")
+    require(folder.is_dir(), f"{folder} is not a folder: give a folder in records/")
     # A single command cannot repeat a run that was continued.
     runs = {f"{run.path.relative_to(folder).with_suffix('')}": run for run in logs_in(folder)}
     runs = {name: run for name, run in runs.items() if not run.continued}
@@ -88,23 +88,23 @@ def prediction_interval(losses):
     return np.mean(losses) - half, np.mean(losses) + half
 
 
-def judge(again, run, group):
+def judge(new_run, run, group):
     """Print how the loss of the repetition compares; return the exit status."""
-    check_finished(again)
-    check_equal("validation tokens", lambda run: run.facts.get("val_hash"), [run, again])
+    check_finished(new_run)
+    check_equal("validation tokens", lambda run: run.facts.get("val_hash"), [run, new_run])
     for name in "torch", "products", "device":
-        if again.facts.get(name) != run.facts.get(name):
-            print(f"{name} is {again.facts.get(name)} here, {run.facts.get(name)} in the record")
-    known = same_training_data([run, again])
+        if new_run.facts.get(name) != run.facts.get(name):
+            print(f"{name} is {new_run.facts.get(name)} here, {run.facts.get(name)} in the record")
+    known = same_training_data([run, new_run])
     require(known, "the logs share no data_hash, so the data are not comparable")
-    for name, one in (f"{run.path}", run), ("again", again):
+    for name, one in (f"{run.path}", run), ("again", new_run):
         took = f"{one.train_seconds:.0f} s of training"
         print(f"{name}: seed {one.seed}, loss {one.val_loss:.4f}, {took}")
     if len(group) < 2:
         print("only one seed, so there is no spread to compare with")
         return 0
     low, high = prediction_interval([other.val_loss for other in group])
-    within = low <= again.val_loss <= high
+    within = low <= new_run.val_loss <= high
     print(
         f"{'Within' if within else 'NOT within'} the spread of the record, {low:.4f} to {high:.4f} "
         f"({LEVEL:.0%} prediction interval, n={len(group)})."
@@ -122,7 +122,7 @@ def main(argv):
     for field in fields:
         require(
             re.fullmatch(rf"--({'|'.join(allowed)})=.*", field),
-            f"{field} would make it another experiment: a rerun may change {', '.join(allowed)}",
+            f"{field} would change the experiment: a rerun may only change {', '.join(allowed)}",
         )
     run, group = choose(options.folder, options.name)
     print(f"executing the code in {run.path}: only do this with logs that you trust", flush=True)

@@ -44,8 +44,8 @@ def flops_per_token(gpt, args):
 
     Tables that are only looked up do not count. Attention is not halved for causal masking.
     """
-    factors = {module.weight for module in gpt.modules() if hasattr(module, "in_features")}
-    parameters = sum(p.numel() for p in factors)
+    matmul_weights = {module.weight for module in gpt.modules() if hasattr(module, "in_features")}
+    parameters = sum(p.numel() for p in matmul_weights)
     return 6 * parameters + 12 * args.n_layer * args.n_embd * args.sequence_length
 
 
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def fault(self):
-        """Why there is no result, "diverged" or "unfinished", or None if there is one."""
+        """Why there is no result ("diverged" or "unfinished"), or None if there is one."""
         losses = [points[-1][1] for points in self.points.values() if points]
         if not all(map(math.isfinite, losses)):
             return "diverged"
@@ -189,7 +189,7 @@ def add_point(run, found):
 
 
 def read(path):
-    """Return the Run of a log, finished or not. Raises ValueError for a file that is no log."""
+    """Return the Run of a log, finished or not. Raises ValueError for a file that is not a log."""
     path = Path(path)
     # opening a pipe would hang
     require(path.is_file(), f"{path} is not a regular file: name the log of a run, logs/RUN.txt")
@@ -200,12 +200,12 @@ def read(path):
         for line in text.splitlines():
             if found := POINT.match(line):
                 add_point(run, found)
-        integers = run.tokens_per_step + run.num_iterations + run.seed
-        require(isinstance(integers, int), "a setting is not an integer")
+        total = run.tokens_per_step + run.num_iterations + run.seed
+        require(isinstance(total, int), "a setting is not an integer")
     # Python's parser raises the last two for expressions that are nested too deeply.
     except (ValueError, KeyError, IndexError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ValueError(
-            f"{path} is no log of a training run: it must hold the script's source and its "
+            f"{path} is not the log of a training run: it must hold the script's source and its "
             f"hyperparameters, and if resumed, the same source and seed again"
         ) from None
     return run

@@ -1,4 +1,4 @@
-"""Measure where the time of a step goes: `bash run.sh profile [--field=value ...]`, or by torchrun.
+"""Measure where the time of a step goes: `bash run.sh profile [--field=value ...]`, or torchrun.
 
 It initializes and compiles the model and takes a few training steps as any run would, under
 torch.profiler. Rank 0 prints the time of each part of a step, and the operations and kernels that
@@ -75,7 +75,7 @@ class Run:
                     train_gpt2.train_step(*arguments)[0].item()
         parts = {"step", "loader", *parts}
         rows = [row for row in profiler.key_averages() if row.key in parts]
-        # On a GPU, ranges have a second row, of the device, with a CPU time of 0.
+        # On a GPU, each range has a second row for the device, whose CPU time is 0.
         ms = {row.key: row.cpu_time_total / 1000 / count for row in rows if row.cpu_time_total}
         return ms, profiler
 
@@ -106,7 +106,7 @@ def main(args, stop=None):
 
 
 if __name__ == "__main__":
-    # Failures are reported as those of training. A signal ends the profile, which saves nothing.
+    # Failures are reported as in training. A signal ends the process, and no checkpoint is saved.
     no_handlers = mock.patch.object(train_gpt2.StopRequest, "catch_signals")
     with no_handlers, mock.patch.object(train_gpt2, "main", main):
         command(train_gpt2.cli)

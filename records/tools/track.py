@@ -1,10 +1,10 @@
-"""Send a training log to TensorBoard or Weights & Biases, also while the run is going on.
+"""Send a training log to TensorBoard or Weights & Biases, even while the run is in progress.
 
     bash run.sh track logs/RUN.txt --tensorboard DIR     # then: tensorboard --logdir DIR
     bash run.sh track logs/RUN.txt --wandb PROJECT       # WANDB_MODE=offline needs no account
 
 It sends the losses, the training time and the hyperparameters. It stops when the log contains the
-result, or at Ctrl-C. A step that a resumed run repeats is sent only once. If the tool is started
+result, or on Ctrl-C. A step that a resumed run repeats is sent only once. If the tool is started
 again, it sends the whole log again.
 """
 
@@ -28,7 +28,7 @@ def new_points(run, pause=1.0):
         if run.ended:
             return
         time.sleep(pause)
-        with contextlib.suppress(ValueError):  # a new start has written only half of its settings
+        with contextlib.suppress(ValueError):  # a resumed run is still writing its settings
             run = read(run.path)
 
 
@@ -37,7 +37,7 @@ def main(argv):
     parser.add_argument("log", type=Path, metavar="LOG")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
-    where.add_argument("--wandb", metavar="PROJECT", help="project of Weights & Biases")
+    where.add_argument("--wandb", metavar="PROJECT", help="Weights & Biases project")
     options = parser.parse_args(argv)
     run = read(options.log)
     points = new_points(run)

@@ -31,7 +31,7 @@ def parser_for(description):
 def find(path):
     """Return the file of weights that `path` names: a file, a run's folder, or "" for the newest.
 
-    A folder stands for its file that was trained for the most steps. Raises ValueError if there is
+    A folder stands for its file with the most training steps. Raises ValueError if there is
     no such file.
     """
     if not path:
@@ -74,7 +74,7 @@ def settings_of(state, path):
 def load(path, device="cpu", dtype=None):
     """Return (GPT in evaluation mode, its Hyperparameters, the content of the file).
 
-    dtype: of matmuls; by default the one that training uses on this device. Raises ValueError.
+    dtype: of matmuls; by default as in training on this device. Raises ValueError if it fails.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device=cuda, but PyTorch sees no GPU: pass --device=cpu")
@@ -82,10 +82,10 @@ def load(path, device="cpu", dtype=None):
     args = settings_of(state, path)
     try:
         with torch.device("meta"):  # allocates nothing, because the settings may be far too large
-            # A copy, because assign=True would also apply to the next use of this state dict.
+            # A copy, because PyTorch stores assign=True in the dict, which is loaded again below.
             GPT(args).load_state_dict(dict(state["model"]), assign=True)
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
-        message = f"{path} does not fit this train_gpt2.py: use that of its run ({error})"
+        message = f"{path} does not fit this train_gpt2.py: use the one that wrote it ({error})"
         raise UserError(textwrap.shorten(message, 400)) from None
     device = torch.device(device)
     gpt = GPT(args, dtype or product_dtype(args, device))
@@ -102,7 +102,7 @@ def encoding_of(args, name=""):
         name = "bytes"
     elif not name:
         manifest = read_manifest(ROOT / Path(args.train_files).parent / "manifest.json")
-        # The folder may have been packed again, as bytes, after this run.
+        # vocab_size rules out bytes: if the manifest says so, the folder was packed again later.
         name = manifest.get("encoding", "gpt2").replace("bytes", "gpt2")
     encoding = pack.get_encoding(name)
     require(

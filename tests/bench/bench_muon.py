@@ -1,10 +1,10 @@
-"""Time Muon's step against that of torch.optim.Muon, in turns.
+"""Time Muon's step against torch.optim.Muon's, in alternating turns.
 
     python tests/bench/bench_muon.py                        # all cores, or the GPU
 
 A turn is five steps of a small set of matrices, so that caches are as warm as they are in training,
-or one step of GPT-2 124M. Each ratio compares two turns of the same round. torch.optim.Muon always
-multiplies in bfloat16; on a CPU without bfloat16 instructions, a step of it takes minutes.
+and one for GPT-2 124M. Each ratio compares two turns of the same round. torch.optim.Muon always
+multiplies in bfloat16; on a CPU without bfloat16 instructions, each of its steps takes minutes.
 """
 
 import statistics
@@ -53,7 +53,7 @@ def compare(title, rounds):
     dtype = train_gpt2.product_dtype(train_gpt2.Hyperparameters(), DEVICE)
     print(
         f"\n{title}: {DEVICE.type}, {torch.get_num_threads()} thread(s), {rounds} rounds of "
-        f"{steps} step(s), matmuls of ours in {dtype}"
+        f"{steps} step(s), our matmuls in {dtype}"
     )
     ours = train_gpt2.Muon(random_parameters(n_layer, C), lr=1e-4, dtype=dtype)
     theirs = torch.optim.Muon(random_parameters(n_layer, C), lr=1e-4, weight_decay=0.0)

@@ -1,11 +1,11 @@
-"""Time a training step of train_gpt2.py against other implementations of it, in turns.
+"""Time a training step of train_gpt2.py against other implementations, in alternating turns.
 
     python tests/bench/bench_step.py                            # against tests/plain.py
     python tests/bench/bench_step.py "plain compiled" MY_COPY.py --n_layer=2
 
 An opponent is `plain`, `plain compiled`, or the path of an edited copy of train_gpt2.py. Each side
-runs in its own process. In every round both take a few steps, in random order, so that a drifting
-machine slows both. Other arguments are settings of train_gpt2.py. --rounds=9 and --steps=3 set the
+runs in its own process. In every round both take a few steps, in random order, so that drifting
+speed affects both. Other arguments are settings of train_gpt2.py. --rounds=9 and --steps=3 set the
 number of rounds, and the number of steps in each.
 
 The tokens are random. A ratio compares the two sides within one round; the table shows its median,
@@ -50,7 +50,7 @@ def load_script(path):
 
 
 def plain_step_of(name, gpt, args):
-    """Return the step of tests/plain.py, with the weights of gpt and PyTorch's own settings."""
+    """Return the step of tests/plain.py, with gpt's weights and PyTorch's default settings."""
     if args.max_ngram or args.key_shift or args.logit_softcap:
         raise ValueError("the plain model has no n-grams, key shift or soft-cap: set them to 0")
     model = plain.PlainGPT(args).to(gpt.lm_head.weight.device)
@@ -63,7 +63,7 @@ def plain_step_of(name, gpt, args):
 
 
 def script_step_of(script, gpt, args, inputs, targets):
-    """Return the step of train_gpt2.py or a copy, configured and compiled as training does it."""
+    """Return the step of train_gpt2.py or a copy, configured and compiled as in training."""
     script.configure_backend(args, inputs.device)
     optimizers = script.build_optimizers(gpt, args, 0, 1)
     size = script.micro_batch_size(len(inputs), args.device_batch_size)
@@ -72,9 +72,9 @@ def script_step_of(script, gpt, args, inputs, targets):
     return lambda *batch: script.train_step(gpt, optimizers, *batch, 1.0, args)[0]
 
 
-@functools.cache  # a process has one side
+@functools.cache  # each process prepares only one side
 def prepare(name, args):
-    """Return (step, device, seconds until the first step has been taken) of a side.
+    """Return (step, device, startup seconds, including the first step) of a side.
 
     step() takes a training step, always on the same random tokens, and returns its loss.
     """
@@ -95,9 +95,9 @@ def prepare(name, args):
 
 
 def take_turn(name, args, steps):
-    """Take some steps; return seconds per step, the loss, and figures of the side."""
+    """Take some steps; return seconds per step, loss, machine, memory and start time."""
     step, device, start_seconds = prepare(name, args)
-    step()  # takes back caches and memory that the other side has used
+    step()  # reclaims caches and memory that the other side has used
     start = time.perf_counter()
     for _ in range(steps):
         loss = step()

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# bash tests/bench/gpu_report.sh DIR [PART ...]   measure on a CUDA machine what only a GPU can tell
+# bash tests/bench/gpu_report.sh DIR [PART ...]   collect measurements that need a CUDA GPU
 #
-# Each part writes its own text file into DIR at once. A call ends within LIMIT seconds (default 530),
-# so split the parts into calls, most valuable first:
+# Each part streams its output to a file in DIR. A call ends within LIMIT seconds (default 530),
+# so spread the parts over several calls, numbered below, the most valuable first:
 #   1  environment   the machine, versions, and records/tools/check.py with the default settings, in
 #                    an NCCL group of one process
 #      plan          prediction of records/tools/plan.py for the default settings on an H200
-#      profile       measured parts of a step (records/tools/step_profile.py), and beside them the plan
+#      profile       measured parts of a step (records/tools/step_profile.py), compared to the plan
 #      default       40 steps of the default settings: cold start, then 15 steps with a warm cache
 #   2  candidate     --preset=candidate against record7 by records/tools/ab.py: PAIRS seeds (an even
 #                    number, default 2), each of SIDE_STEPS steps (default 150) of 131,072 tokens
@@ -16,10 +16,10 @@
 #   4  tests         pytest -m cuda
 #      levers        a step of train_gpt2.py against copies that differ in one option (see LEVERS below)
 #   5  run           RUN_STEPS steps of the default settings (default 360) and a picture. It needs the
-#                    whole limit: take LIMIT divided by the step_avg of default_warm
-# Without names: the parts of calls 1, 3 and 4. DATA: folder with *train_*.bin and *val_*.bin, or
-# .bin.xz (default data/fineweb10B). CACHE: the compiler's cache between calls (default
-# logs/gpu_cache). PYTHON: interpreter. DEVICE=cpu tries this script itself, with a tiny model.
+#                    whole limit: set RUN_STEPS to LIMIT / step_avg of default_warm
+# Without PART: the parts of calls 1, 3 and 4. DATA: folder with *train_*.bin and *val_*.bin, or
+# .bin.xz (default data/fineweb10B). CACHE: compiler cache, kept between calls (default
+# logs/gpu_cache). PYTHON: interpreter. DEVICE=cpu tests this script itself, with a tiny model.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: bash tests/bench/gpu_report.sh DIR [PART ...]}
@@ -57,7 +57,7 @@ else
     full=(--batch_size=512) side=(--batch_size=128) muon_set=() many=40 few=15 rounds=5
 fi
 
-# run_part NAME COMMAND ...: run a command with its output in DIR/NAME.txt until the time is over
+# run_part NAME COMMAND ...: run a command with its output in DIR/NAME.txt until the time runs out
 run_part() {
     local left=$((end - SECONDS))
     [ "$left" -gt 5 ] || { echo "$1: no time left"; return; }
