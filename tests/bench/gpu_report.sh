@@ -14,7 +14,8 @@
 #      muon          tests/bench/bench_muon.py
 #      resume        killed and resumed: bit-identical?
 #   4  tests         pytest -m cuda
-#      levers        a step of train_gpt2.py against copies that differ in one option (see LEVERS below)
+#      levers        a step of train_gpt2.py against copies that differ in one option. A call has time
+#                    for a few: ONLY="combo_kernels eight_chunks" chooses from LEVERS below
 #   5  run           RUN_STEPS steps of the default settings (default 360) and a picture. It needs the
 #                    whole limit: set RUN_STEPS to LIMIT / step_avg of default_warm
 # Without PART: the parts of calls 1, 3 and 4. DATA: folder with *train_*.bin and *val_*.bin, or
@@ -142,6 +143,7 @@ LEVERS=(
 levers() {
     local lever copies=()
     for lever in "${LEVERS[@]}"; do
+        [[ " ${ONLY:-${lever%%=*}} " == *" ${lever%%=*} "* ]] || continue
         copies+=("$work/${lever%%=*}.py")
         sed "${lever#*=}" train_gpt2.py >"${copies[-1]}"
         ! cmp -s train_gpt2.py "${copies[-1]}" || { echo "${lever%%=*} changes nothing" >&2; exit 1; }
