@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, TINY, run_tool
 from matplotlib.figure import Figure
 
-from train_gpt2 import GPT, Hyperparameters, main
+from train_gpt2 import Hyperparameters, main
 
 HEADER = {
     "num_iterations": 40,
@@ -123,14 +123,6 @@ def test_a_log_of_an_old_script_is_read():
     expected |= {"torch": "2.13.0+cpu", "val_hash": "adf5bff0f226dee9"}
     assert run.facts.items() >= expected.items() and run.facts["commit"].startswith("45717b416")
     assert list(run.sources)[::3] == ["train_gpt2.py", "records/describe.py"]
-
-
-def test_flops_per_token_exclude_tables_that_are_only_looked_up():
-    shape = dict(vocab_size=64, n_layer=2, n_head=2, n_embd=16, sequence_length=8)
-    args = [Hyperparameters(**shape, max_ngram=n, ngram_rows=1000) for n in (0, 3)]
-    without, table = (runlog.flops_per_token(GPT(each), each) for each in args)
-    blocks = 12 * 2 * 16**2
-    assert without == table == 6 * (64 * 16 + blocks) + 12 * 2 * 16 * 8
 
 
 # ---- Resumed runs -------------------------------------------------------------------------------

@@ -30,12 +30,10 @@ def test_greedy_samples_are_the_argmax_of_the_whole_model(trained_run, capsys, p
     assert "range(10):\n    print(i)\n" in text
 
 
-def test_a_seed_gives_the_same_samples_and_another_others(plain_run, capsys):
-    arguments = ["", "--number=2", "--temperature=2", "--top_k=999", "--tokens=20"]
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(plain_run, capsys):
+    arguments = ["", "--temperature=2", "--top_k=999", "--tokens=20"]
     first, again, other = (run(capsys, plain_run, *arguments, f"--seed={i}") for i in (1, 1, 2))
     assert first == again != other
-    one, two = first.split("--- sample 2 of 2\n")
-    assert one.removeprefix("--- sample 1 of 2\n") != two
 
 
 def test_picks_have_the_probabilities_of_the_softmax():
@@ -48,12 +46,13 @@ def test_picks_have_the_probabilities_of_the_softmax():
 
 
 @pytest.mark.parametrize(
-    "ids, count, text",
-    [([*"aß€".encode(), 256, *b"never"], 7, "aß€\n"), ("€".encode()[:2], 2, "\ufffd\n")],
+    "ids, left, text",
+    [([*"aß€".encode(), 256, *b"never"], 5, "aß€\n"), ("€".encode()[:2], 0, "\ufffd\n")],
 )
-def test_text_is_decoded_up_to_an_end_of_text_token(ids, count, text, capsys):
-    assert sample.write(iter(ids), weights.pack.get_encoding("bytes")) == count
-    assert capsys.readouterr().out == text
+def test_text_is_decoded_up_to_an_end_of_text_token(ids, left, text, capsys):
+    ids = iter(ids)
+    sample.write(ids, weights.pack.get_encoding("bytes"))
+    assert capsys.readouterr().out == text and len(list(ids)) == left
 
 
 def test_ids_that_only_pad_the_vocabulary_are_never_sampled(gpt2_vocabulary, tmp_path, capsys):
@@ -136,7 +135,7 @@ def test_fault_14_a_folder_gives_the_weights_of_the_most_steps(tmp_path, monkeyp
 
 def test_the_command_prints_samples_or_one_sentence(plain_run):
     done = run_tool("sample.py", "for", "--tokens=5", f"--weights={plain_run}")
-    assert done.returncode == 0 and done.stdout.startswith("for") and "ms each" in done.stderr
+    assert done.returncode == 0 and done.stdout.startswith("for")
     done = run_tool("sample.py", "for", "--weights=nowhere")
     assert done.returncode == 1 and not done.stdout and done.stderr.count("\n") == 1
     assert done.stderr.startswith("sample.py: nowhere is not a file")

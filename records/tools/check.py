@@ -5,7 +5,6 @@ model and takes three steps to predict the time and the memory of the run. Ends 
 and exit status 0, or with a list of what to fix and exit status 1. Saves nothing.
 """
 
-import itertools
 import json
 import math
 import os
@@ -63,8 +62,8 @@ class Checks:
 
     def faults_of_all_ranks(self):
         """Collective: return the faults of all ranks, each once."""
-        faults = itertools.chain(*train_gpt2.all_gather_objects(self.faults))
-        return list(dict.fromkeys(faults))
+        faults_of_ranks = train_gpt2.all_gather_objects(self.faults)
+        return list(dict.fromkeys(fault for faults in faults_of_ranks for fault in faults))
 
     def check_setup(self):
         """Parse the settings and join the other processes."""

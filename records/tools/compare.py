@@ -168,18 +168,14 @@ def verdict(p, unknown, n):
 
 
 # ---- Command line -------------------------------------------------------------------------------
-def parse(argv):
+def main(argv):
     parser = argument_parser(__doc__)
     parser.add_argument("logs", nargs="+", metavar="LOG")
     other = parser.add_mutually_exclusive_group(required=True)
     other.add_argument("--against", nargs="+", metavar="LOG", help="the other side")
     other.add_argument("--target", type=float, help="loss that the mean must be below")
     parser.add_argument("--n", type=int, help="number of runs per side, fixed in advance")
-    return parser.parse_args(argv)
-
-
-def main(argv):
-    options = parse(argv)
+    options = parser.parse_args(argv)
     sides = []  # (name, runs) of each
     for groups in [collect(logs) for logs in (options.logs, options.against) if logs]:
         sides.append((" + ".join(groups), [run for runs in groups.values() for run in runs]))

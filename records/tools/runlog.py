@@ -11,13 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# dense bf16 FLOP/s by the device's name; source: the vendor's data sheets
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-}
 POINT = re.compile(
     r"step:(?P<step>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
@@ -37,16 +30,6 @@ BEFORE_SOURCE = re.compile(
 MAY_VARY = {"seed", "run_id", "log_dir", "device_batch_size", "save_every", "resume"}
 MAY_VARY |= {"keep_checkpoints", "comm_timeout", "checksum_every", "bytes_per_token"}
 RENAMED_SETTINGS = {"ngrams": "max_ngram", "key_offset": "key_shift"}  # old name: new name
-
-
-def flops_per_token(gpt, args):
-    """Return the floating-point operations of a training step per token: 6N + 12LCT.
-
-    Tables that are only looked up do not count. Attention is not halved for causal masking.
-    """
-    matmul_weights = {module.weight for module in gpt.modules() if hasattr(module, "in_features")}
-    parameters = sum(p.numel() for p in matmul_weights)
-    return 6 * parameters + 12 * args.n_layer * args.n_embd * args.sequence_length
 
 
 @contextlib.contextmanager

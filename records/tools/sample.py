@@ -3,12 +3,11 @@
 The text is printed as it is generated. Without --weights, the newest weights are used. Each token
 takes a whole forward pass of train_gpt2.py's own model, without a key-value cache, so that an
 edited model samples exactly as it was trained. The model sees the last sequence_length tokens.
-Every prompt begins a new document, and an end-of-text token ends a sample.
+Every prompt begins a new document, and an end-of-text token ends the text.
 """
 
 import codecs
 import sys
-import time
 
 import torch
 import weights
@@ -45,39 +44,30 @@ def generate(gpt, tokens, count, choose, T, n_vocab):
 
 
 def write(ids, encoding):
-    """Print ids as text while they are generated, until end-of-text; return their number."""
+    """Print ids as text while they are generated, until end-of-text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may be part of a character
-    count = 0
     for token in ids:
-        count += 1
         if token == encoding.eot_token:
             break
         text = decoder.decode(encoding.decode_single_token_bytes(token))
         print(text, end="", flush=True)
     print(decoder.decode(b"", final=True), flush=True)
-    return count
-
-
-def parse_args(argv):
-    parser = weights.parser_for(__doc__)
-    add = parser.add_argument
-    add("prompt", nargs="?", default="", help="what the text begins with")
-    add("--tokens", type=int, default=300, help="length limit of each sample (default: 300)")
-    add("--number", type=int, default=1, help="number of samples (default: 1)")
-    add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
-    add("--top_k", type=int, default=40, help="candidates for each token; 0: all (default: 40)")
-    add("--seed", type=int, default=0, help="the same seed gives the same samples (default: 0)")
-    add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
-    args = parser.parse_args(argv)
-    for name, lowest in dict(tokens=1, number=1, temperature=0, top_k=0, seed=0).items():
-        value = getattr(args, name)
-        if not lowest <= value < 2**31:
-            raise UserError(f"--{name}={value} must be a number from {lowest} to 2**31 - 1")
-    return args
 
 
 def main(argv):
-    args = parse_args(argv)
+    parser = weights.parser_for(__doc__)
+    add = parser.add_argument
+    add("prompt", nargs="?", default="", help="what the text begins with")
+    add("--tokens", type=int, default=300, help="length limit of the text (default: 300)")
+    add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
+    add("--top_k", type=int, default=40, help="candidates for each token; 0: all (default: 40)")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
+    args = parser.parse_args(argv)
+    for name, lowest in dict(tokens=1, temperature=0, top_k=0, seed=0).items():
+        value = getattr(args, name)
+        if not lowest <= value < 2**31:
+            raise UserError(f"--{name}={value} must be a number from {lowest} to 2**31 - 1")
     path = weights.find(args.weights)
     gpt, settings, _ = weights.load(path, args.device, torch.float32)
     encoding = weights.encoding_of(settings, args.encoding)
@@ -88,17 +78,9 @@ def main(argv):
         return pick(logits, args.temperature, args.top_k, generator)
 
     print(f"{path}, seed {args.seed}", file=sys.stderr)
-    start = time.perf_counter()
-    count = 0
-    for i in range(args.number):
-        if args.number > 1:
-            print(f"--- sample {i + 1} of {args.number}")
-        print(args.prompt, end="", flush=True)
-        T = settings.sequence_length
-        ids = generate(gpt, prompt, args.tokens, choose, T, encoding.n_vocab)
-        count += write(ids, encoding)
-    ms = 1000 * (time.perf_counter() - start) / count
-    print(f"{count} tokens, {ms:.1f} ms each", file=sys.stderr)
+    print(args.prompt, end="", flush=True)
+    T = settings.sequence_length
+    write(generate(gpt, prompt, args.tokens, choose, T, encoding.n_vocab), encoding)
 
 
 if __name__ == "__main__":
