@@ -13,7 +13,7 @@ import torch
 import transformers
 import weights
 from conftest import PIECES, ROOT, run_tool, small_state, write_weights
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
@@ -228,6 +228,7 @@ def test_ids_are_those_of_the_encoding(name, gpt2_vocabulary):
     @example((ROOT / "train_gpt2.py").read_text())
     @given(st.text() | st.lists(pieces, max_size=30).map("".join))
     def check(text):
+        assume(export.END_OF_TEXT not in text)  # which the tokenizer takes for the token
         ids = tokenizer(text, verbose=False)["input_ids"]
         assert ids == encoding.encode_ordinary(text) and tokenizer.decode(ids) == text
 
