@@ -9,7 +9,7 @@
 # bash run.sh profile [--name=value ...]   show where the time of a step goes
 # bash run.sh TOOL [...]             run pack or a tool in records/tools: sample, evaluate, ...
 # bash run.sh records/<date>_<Name>  train a record again and compare the loss with its runs' spread
-# bash run.sh data                  only prepare the data of the CPU record
+# bash run.sh data                   only prepare the data of the CPU record
 # The environment variables NPROC and PYTHON set the number of processes and the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")"

@@ -1502,8 +1502,8 @@ def load_init(args, gpt):
 def load_optimizer(optimizer, saved, path):
     """Load the state of an optimizer that was saved in a checkpoint at path.
 
-    Raises UserError if an option other than the learning rate differs, or ValueError if the shape
-    of a tensor does.
+    Raises UserError if an option differs, except for learning rates, or ValueError if the shape of
+    a tensor does.
     """
     names = {
         "AdamW": ("step", "exp_avg", "exp_avg_sq"),
@@ -1519,12 +1519,15 @@ def load_optimizer(optimizer, saved, path):
     groups = optimizer.state_dict()["param_groups"]
     for group, saved_group in zip(groups, saved["param_groups"], strict=True):
         for name, value in group.items():
-            saved_value = saved_group.setdefault(name, value)  # older versions lack some options
-            # Other optimizers may count their steps in an option, which is restored.
+            # Older versions of PyTorch have fewer options.
+            saved_value = saved_group.setdefault(name, value)
+            # Optimizers of others may count their steps in an option. Such numbers are restored.
             may_differ = not names and type(value) in (int, float)
             if name != "lr" and saved_value != value and not may_differ:
                 option = f"{name}={saved_value} of {type(optimizer).__name__}"
-                raise UserError(f"{path} was saved with {option}, not {value}: undo this change")
+                raise UserError(
+                    f"{path} was saved with {option}, not {value}: restore the old value"
+                )
         saved_group["lr"] = group["lr"]
         saved_group.pop("initial_lr", None)  # train_step sets it again from lr
     optimizer.load_state_dict(saved)

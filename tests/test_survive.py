@@ -615,7 +615,7 @@ def test_a_good_checkpoint_that_cannot_be_loaded_is_an_error(half, tmp_path):
         refused(r"was saved with \['AdamW', 'Muon'\], not \['SGD'\]", half)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-10))
-        refused("was saved with eps=1e-08 of AdamW, not 1e-10: undo this change", half)
+        refused("was saved with eps=1e-08 of AdamW, not 1e-10: restore the old value", half)
     assert content(tmp_path / "logs").keys() == before.keys()
 
 
