@@ -1,4 +1,4 @@
-"""Single-file training of GPT-2 124M to a validation loss of 3.28 on FineWeb.
+"""Train GPT-2 124M to a validation loss of 3.28 on FineWeb, in a single file.
 
     torchrun --standalone --nproc_per_node=8 train_gpt2.py      # 8 GPUs
     python train_gpt2.py                                        # one GPU, or a CPU
@@ -6,12 +6,13 @@
 
 The defaults are those of record 7 of the public NanoGPT speedrun (October 2024), whose log reports
 a validation loss of 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not been run on a
-GPU yet. It needs Python 3.10, torch 2.5 and numpy, or later versions.
+GPU yet. It requires Python 3.10+, torch 2.5+ and numpy.
 
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H.
 """
 
 import argparse
+import bisect
 import contextlib
 import dataclasses
 import fcntl
@@ -24,7 +25,6 @@ import os
 import platform
 import re
 import resource
-import shlex
 import signal
 import subprocess
 import sys
@@ -34,17 +34,22 @@ import zlib
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin
+
+if __name__ == "__main__":
+    # Until training starts, Ctrl-C ends the process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # The log of a run contains the source of this file. It is read before the slow imports, so that the
 # log shows the running code even if the file is edited right after launch.
-SOURCE = Path(__file__).read_text(encoding="utf-8")
+SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 try:
     from tqdm import tqdm
@@ -54,18 +59,18 @@ except ImportError:  # without tqdm, the terminal shows a line per step instead 
 
 # ---- Settings -----------------------------------------------------------------------------------
 class UserError(ValueError):
-    """A mistake that the user can fix. It is shown on one line, without a traceback."""
-
-    def __init__(self, message):
-        super().__init__(" ".join(message.split()))
+    """An error that the user can fix. It is reported in one line, without a traceback."""
 
 
-def setting(default, group, help, low=None, high=2**31 - 1):
-    """Return a field of Hyperparameters, listed under `group` in --help.
+def require(condition, message):
+    """Raise UserError with this message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
 
-    low, high: the allowed range of a number; low defaults to 1 for an int and 0 for a float.
-    """
-    metadata = dict(group=group, help=help, range=(low, high))
+
+def setting(group, default, help, low=0, high=2**31 - 1):
+    """Return a field of Hyperparameters. group: its title in --help. low, high: its limits."""
+    metadata = dict(group=group, help=help, low=low, high=high)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -73,124 +78,113 @@ def setting(default, group, help, low=None, high=2**31 - 1):
 class Hyperparameters:
     """All settings of a run. Edit the defaults here, or pass --name=value on the command line.
 
-    A new setting needs only a type and a default: `my_setting: float = 1.0`.
-    Raises UserError if a value is not allowed.
+    A resumed run may change every setting except those in the groups "model" and "training", of
+    which only num_iterations may increase. A new setting needs only a type and a default:
+    `my_setting: float = 1.0`. Raises UserError if a value is not allowed.
     """
 
     # fmt: off
     vocab_size: int = setting(
-        50304, "model", "GPT-2's 50257, rounded up; the manifest of packed data replaces this",
-        high=2**16)
-    n_layer: int = setting(12, "model", "transformer blocks", high=1000)
-    n_head: int = setting(6, "model", "attention heads")
-    n_embd: int = setting(768, "model", "channels")
-    max_ngram: int = setting(
-        0, "model", "longest n-gram hashed into the n-gram table; 0 or 1 disables it",
-        low=0, high=32)
+        "model", 50304, "token ids (GPT-2's 50257, rounded up); set by the manifest of packed data",
+        low=1, high=2**16)
+    n_layer: int = setting("model", 12, "transformer blocks", low=1, high=1000)
+    n_head: int = setting("model", 6, "attention heads", low=1)
+    n_embd: int = setting("model", 768, "channels", low=1)
+    max_ngram: int = setting("model", 0, "longest n-gram that has an embedding; 0: none", high=32)
     ngram_rows: int = setting(
-        2**18, "model", "rows of the n-gram table; n-grams with equal hashes share a row")
-    ngram_dropout: float = setting(
-        0.0, "model", "probability that training drops an n-gram; reduces overfitting", high=0.99)
+        "model", 2**18, "rows of the n-gram table; n-grams with equal hashes share a row", low=1)
     key_shift: int = setting(
-        0, "model", "positions to shift keys right; 1 lets one layer be an induction head", low=0)
+        "model", 0, "positions to shift keys right; 1 lets a layer act as an induction head")
     logit_softcap: float = setting(
-        0.0, "model", "s: bound logits z to (-s, s) by s * tanh(z / s); 0 disables it")
-    dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "auto", "model", "dtype of matmuls; auto picks bfloat16 if the device supports it natively")
-    seed: int = setting(1337, "model", "seed of the initial weights and of --shuffle", low=0)
+        "model", 0.0, "s: bound logits z to (-s, s) by s * tanh(z / s); 0 disables it")
 
-    batch_size: int = setting(512, "training", "sequences per step, summed over all processes")
-    sequence_length: int = setting(1024, "training", "tokens per sequence")
-    num_iterations: int = setting(5100, "training", "optimizer steps")
-    learning_rate: float = setting(
-        0.0036, "training", "learning rate of AdamW (embeddings, head) and Adagrad (n-gram table)")
-    muon_learning_rate: float = setting(
-        0.00036, "training", "learning rate of Muon (the matrices of the blocks)")
-    muon_momentum: float = setting(0.95, "training", "Muon's momentum", high=0.9999)
+    seed: int = setting("training", 1337, "seed of the initial weights and of --shuffle")
+    dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "training", "auto", "of matmuls; auto picks bfloat16 if the device supports it natively")
+    batch_size: int = setting("training", 512, "sequences per step, over all processes", low=1)
+    sequence_length: int = setting("training", 1024, "tokens per sequence", low=1, high=2**20)
+    num_iterations: int = setting("training", 5100, "optimizer steps", low=1)
+    learning_rate: float = setting("training", 0.0036, "of AdamW and Adagrad (embeddings, head)")
+    muon_learning_rate: float = setting("training", 0.00036, "of Muon (matrices of the blocks)")
+    muon_momentum: float = setting("training", 0.95, "of Muon", high=0.9999)
     warmdown_iters: int = setting(
-        1450, "training", "number of final steps over which learning rates decay to 0", low=0)
+        "training", 1450, "final steps over which the learning rates decay linearly to 0")
+    ngram_dropout: float = setting(
+        "training", 0.0, "probability of dropping an n-gram; reduces overfitting", high=0.99)
+    shuffle: bool = setting(
+        "training", False, "re-split the tokens at a random offset and shuffle, in each epoch")
 
     train_files: str = setting(
-        "data/fineweb10B/fineweb_train_*.bin", "data",
-        "glob of the training shards, read in name order")
+        "data", "data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
     val_files: str = setting(
-        "data/fineweb10B/fineweb_val_*.bin", "data", "glob of the validation shards")
-    allow_repeat: bool = setting(False, "data", "start over when the training tokens run out")
-    shuffle: bool = setting(
-        False, "data", "in each epoch, cut the tokens at new places and shuffle the pieces")
+        "data", "data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
+    allow_repeat: bool = setting("data", False, "start over when the training tokens run out")
 
     val_loss_every: int = setting(
-        125, "validation", "steps between validations; 0 validates only after the last step", low=0)
+        "validation", 125, "steps between validations; 0 validates only after the last step")
     val_tokens: int = setting(
-        10485760, "validation",
-        "tokens to validate on, from the start of val_files; 0 takes all, up to 1M", low=0)
+        "validation", 10485760, "tokens to validate on, from the start of val_files; 0 uses up to "
+        "2**20, but at most what takes an eighth of the training time")
     target_val_loss: float = setting(
-        3.28, "validation", "printed next to the result unless 0; has no other effect")
+        "validation", 3.28, "printed next to the result unless 0; has no other effect")
 
-    run_id: str = setting(
-        "", "checkpoints", "name of the log and the checkpoint folder; default: a timestamp")
-    log_dir: str = setting("logs", "checkpoints", "folder for logs and checkpoints")
-    save_every: int = setting(
-        0, "checkpoints", "steps between checkpoints; 0 saves only if interrupted", low=0)
-    keep_checkpoints: int = setting(2, "checkpoints", "number of recent checkpoints to keep")
+    run_id: str = setting("checkpoints", "", "name of the log and the folder; default: the time")
+    log_dir: str = setting("checkpoints", "logs", "folder for logs and checkpoints")
+    save_every: int = setting("checkpoints", 0, "steps between checkpoints; 0: at a stop only")
+    keep_checkpoints: int = setting("checkpoints", 2, "recent checkpoints to keep", low=1)
     resume: str = setting(
-        "", "checkpoints", "checkpoint to resume from; auto picks the newest of run_id, if any")
-    init: str = setting(
-        "", "checkpoints", "model.pt, best.pt or checkpoint whose weights a new run starts from")
+        "checkpoints", "", "auto continues run_id; a path continues that checkpoint as a new run")
+    init: str = setting("checkpoints", "", "file with the initial weights, such as model.pt")
 
     device: Literal["auto", "cuda", "cpu"] = setting(
-        "auto", "machine", "auto picks cuda if PyTorch sees a GPU")
+        "machine", "auto", "auto picks cuda if PyTorch sees a GPU")
     device_batch_size: int = setting(
-        64, "machine", "maximum sequences per forward pass; lower it to save memory")
+        "machine", 64, "maximum sequences per forward pass; lower it to save memory", low=1)
     compile: bool = setting(
-        True, "machine", "use torch.compile; False starts sooner but trains more slowly")
+        "machine", True, "use torch.compile; False starts sooner but trains more slowly")
     comm_timeout: int = setting(
-        600, "machine", "seconds that a rank waits for the others before the run fails")
+        "machine", 600, "seconds that a rank waits for the others before the run fails", low=1)
     # fmt: on
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            choices = get_args(field.type)  # the values of a Literal
-            if field.type in (int, float):
-                check_number(field, value)
-            elif choices and value not in choices:
-                raise UserError(
-                    f"{field.name}={value!r} must be one of {', '.join(map(str, choices))}"
-                )
-        if self.n_embd % (2 * self.n_head):
-            raise UserError(
-                f"n_embd={self.n_embd} must be a multiple of 2 * n_head = {2 * self.n_head}"
-            )
-        if self.key_shift >= self.sequence_length:
-            limit = f"sequence_length={self.sequence_length}"
-            raise UserError(f"key_shift={self.key_shift} must be less than {limit}")
-        if self.logit_softcap and not 1 <= self.logit_softcap <= 1000:
-            raise UserError(f"logit_softcap={self.logit_softcap} must be 0 or between 1 and 1000")
-        if not re.fullmatch(r"([\w-][\w.-]*)?", self.run_id):
-            raise UserError(f"run_id={self.run_id!r} may contain only letters, digits and '-_.'")
-        if self.resume == "auto" and not self.run_id:
-            raise UserError("--resume=auto needs --run_id to know which run to resume")
+            check_setting(field, getattr(self, field.name))
+        pair = 2 * self.n_head
+        divides = self.n_embd % pair == 0  # each head rotates pairs of channels
+        require(divides, f"n_embd={self.n_embd} must be a multiple of 2 * n_head = {pair}")
+        shift, T = self.key_shift, self.sequence_length
+        require(shift < T, f"key_shift={shift} must be less than sequence_length={T}")
+        softcap = self.logit_softcap
+        in_range = softcap == 0 or 1 <= softcap <= 1000  # near 0, z / s would overflow
+        require(in_range, f"logit_softcap={softcap} must be 0 or between 1 and 1000")
+        is_name = re.fullmatch(r"([\w-][\w.-]*)?", self.run_id)
+        require(is_name, f"run_id={self.run_id!r} may contain only letters, digits and '-_.'")
+        has_name = self.run_id or self.resume != "auto"
+        require(has_name, "--resume=auto needs --run_id to know which run to resume")
 
 
-def check_number(field, value):
-    """Raise UserError unless value is a number within the range of its setting."""
-    low, high = field.metadata.get("range", (None, 2**31 - 1))
-    if low is None:
-        low = 1 if field.type is int else 0
-    types = int if field.type is int else (int, float)
-    if not isinstance(value, types) or not low <= value <= high:
-        limits = f"between {low} and {high}, of type {field.type.__name__}"
-        raise UserError(f"{field.name}={value!r} must be a number {limits}")
+def check_setting(field, value):
+    """Raise UserError unless `value` is allowed for a field of Hyperparameters."""
+    name, kind = field.name, field.type
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
+        return
+    supported = kind in (bool, int, float, str)
+    require(supported, f"{name} has the type {kind}: use bool, int, float, str or Literal")
+    matches = isinstance(value, (int, float) if kind is float else kind)
+    require(matches, f"{name}={value!r} must be of type {kind.__name__}")
+    if kind in (int, float):
+        low = field.metadata.get("low", -math.inf)
+        high = field.metadata.get("high", math.inf)
+        require(low <= value <= high, f"{name}={value!r} must be a number between {low} and {high}")
 
 
-# A resumed run may change these settings. All others must match the checkpoint, except that
-# num_iterations may increase. The data may be moved to other files, but not change.
-CHANGEABLE_ON_RESUME = (
-    "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss",
-    "run_id", "log_dir", "save_every", "keep_checkpoints", "resume", "init",
-    "device", "device_batch_size", "compile", "comm_timeout",
-)  # fmt: skip
+def settings_in(*groups):
+    """Return the names of the settings in some groups."""
+    fields = dataclasses.fields(Hyperparameters)
+    return [field.name for field in fields if field.metadata.get("group") in groups]
+
 
 # --preset=NAME replaces defaults; settings on the command line override the preset.
 PRESETS = {
@@ -211,7 +205,8 @@ PRESETS = {
             vocab_size=257, n_layer=2, n_head=1, n_embd=128, max_ngram=6, key_shift=1,
             batch_size=16, sequence_length=256, num_iterations=220, warmdown_iters=100,
             learning_rate=0.03, muon_learning_rate=0.002,
-            val_loss_every=55, val_tokens=420864, target_val_loss=1.32,
+            val_loss_every=55, val_tokens=420864,  # 1,644 sequences
+            target_val_loss=1.32,
         ),
     ),
     "text": (
@@ -236,6 +231,26 @@ def parse_args(argv):
 
     Raises UserError for an unknown name or a value that is not allowed.
     """
+    defaults = vars(Hyperparameters())
+    given = vars(build_parser(defaults).parse_args(argv))
+    preset_name = given.pop("preset")
+    preset = PRESETS[preset_name][1]
+    unknown = preset.keys() - defaults.keys()
+    require(not unknown, f"the preset {preset_name} sets {unknown}, which are not settings")
+    settings = defaults | preset | given
+    if "vocab_size" not in given:
+        manifest = read_manifest(settings["train_files"])
+        size = manifest.get("vocab_size", settings["vocab_size"])
+        if size >= 1024:
+            size = (size + 127) // 128 * 128  # the next multiple of 128, for speed
+        settings["vocab_size"] = size
+    if "val_files" in given and "target_val_loss" not in given:
+        settings["target_val_loss"] = 0.0  # the preset's target applies only to its own data
+    return Hyperparameters(**settings)
+
+
+def build_parser(defaults):
+    """Return a parser whose result holds only the settings that are given, and the preset."""
 
     def refuse(message):
         raise UserError(f"{message}. --help lists all settings")
@@ -248,6 +263,7 @@ def parse_args(argv):
         formatter_class=functools.partial(
             argparse.RawDescriptionHelpFormatter, width=100, max_help_position=30
         ),
+        argument_default=argparse.SUPPRESS,  # leaves out settings that are not given
         allow_abbrev=False,
     )
     parser.error = refuse
@@ -264,33 +280,10 @@ def parse_args(argv):
             f"--{field.name}",
             type=converters.get(field.type, str),
             choices=choices or None,
-            default=field.default,
-            metavar=str(field.default) or "''",  # --help shows the default here
+            metavar=str(defaults[field.name]) or "''",  # --help shows the default here
             help=help.replace("%", "%%"),
         )
-    # Each pass may change the defaults of the next one: first to those of the preset, then to those
-    # that fit the data. Values on the command line take precedence in all of them.
-    preset = parser.parse_known_args(argv)[0].preset
-    parser.set_defaults(**PRESETS[preset][1])
-    args = parser.parse_args(argv)
-    parser.set_defaults(vocab_size=vocab_size_of(args.train_files, args.vocab_size))
-    if args.val_files != parser.get_default("val_files"):
-        parser.set_defaults(target_val_loss=0.0)  # the default target is for other data
-    values = vars(parser.parse_args(argv))
-    del values["preset"]
-    return Hyperparameters(**values)
-
-
-def vocab_size_of(train_files, default):
-    """Return the vocabulary size of shards that data/pack.py wrote, or the default for others."""
-    path = Path(train_files).parent / "manifest.json"
-    if not path.is_file():
-        return default
-    try:
-        size = int(json.loads(path.read_text(encoding="utf-8")).get("vocab_size", default))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path} is damaged: pack the data again, or move it away") from None
-    return size if size < 1024 else (size + 127) // 128 * 128  # rounded up for speed
+    return parser
 
 
 def boolean(text):
@@ -298,6 +291,168 @@ def boolean(text):
     if text.lower() not in ("true", "false"):
         raise ValueError(text)
     return text.lower() == "true"
+
+
+def read_manifest(files):
+    """Return the manifest that data/pack.py wrote beside its shards, or {} for other shards.
+
+    It holds the vocab_size and the name of the encoding. files: glob of the shards.
+    """
+    path = Path(files).parent / "manifest.json"
+    if not path.is_file():
+        return {}
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        valid = isinstance(manifest.get("vocab_size", 1), int)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        valid = False
+    require(valid, f"{path} is damaged: repack the data, or remove this file")
+    return manifest
+
+
+# ---- Ranks: the processes that torchrun starts, one per GPU, or a single process ----------------
+def join_processes(args):
+    """Join the process group of torchrun, if there is one; return (rank, world_size, device).
+
+    Raises UserError if the environment or the device is unusable.
+    """
+    in_torchrun = "RANK" in os.environ
+    alone = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) == 1
+    require(in_torchrun or alone, "srun started several tasks without torchrun: use srun torchrun")
+    device = choose_device(args)
+    gpu = device if device.type == "cuda" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    if in_torchrun and not dist.is_initialized():
+        timeout = timedelta(seconds=args.comm_timeout)
+        try:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
+            raise UserError(f"cannot join the processes of torchrun ({error})") from None
+        # After a restart by torchrun, the store still holds the keys of the earlier attempts.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        backend = "cpu:gloo,cuda:nccl" if gpu is not None else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu
+        )
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), device
+    return 0, 1, device
+
+
+def leave_processes():
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        # gloo's threads outlive the group. Let them release the tensors of the last collective, or
+        # they may abort the process when the interpreter exits (seen with torch 2.13).
+        time.sleep(0.2)
+
+
+def choose_device(args):
+    """Return the torch.device of this process. Raises UserError if args.device is not usable."""
+    gpus = torch.cuda.device_count()
+    if args.device == "cpu" or (args.device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    usable = processes <= gpus and torch.cuda.is_available()
+    fix = "start fewer processes, check the driver, or pass --device=cpu"
+    require(usable, f"PyTorch cannot give each of {processes} processes one of {gpus} GPUs: {fix}")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def sum_over_ranks(tensor):
+    """Collective: sum a tensor over all ranks in place and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_gather_objects(value):
+    """Collective: return the values of all ranks, in rank order."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def agreement():
+    """Collective: run a block on all ranks, and raise UserError on all unless they agree.
+
+    The block fills the dict that this yields with facts that must be equal on all ranks. If it
+    raises UserError or OSError on one rank, all ranks raise UserError with that message. The block
+    must not call a collective.
+    """
+    facts = {}
+    failure = ""
+    try:
+        yield facts
+    except (UserError, OSError) as error:
+        failure = one_line(error)
+    reports = all_gather_objects((facts, failure))
+    failures = [failure for _, failure in reports]
+    for rank, failure in enumerate(failures):
+        where = "" if all(failures) else f"rank {rank}: "  # only if some ranks succeeded
+        require(not failure, f"{where}{failure}")
+    first_facts, _ = reports[0]
+    fix = "start all of them with the same settings, source, versions, data and log_dir"
+    for rank, (rank_facts, _) in enumerate(reports):
+        for name, value in rank_facts.items():
+            values = f"{first_facts.get(name)} on rank 0, {value} on rank {rank}"
+            equal = value == first_facts.get(name)
+            require(equal, f"the ranks differ in {name} ({values}): {fix}")
+
+
+def one_line(error):
+    """Return the message of an error on one line."""
+    if isinstance(error, OSError) and error.filename:
+        return f"cannot use {error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+class StopTraining(Exception):
+    """Raised on all ranks when training must stop. Its text is the reason."""
+
+
+class StopRequest:
+    """Why training has to stop, if it has to. The ranks stop together, at the next check."""
+
+    def __init__(self):
+        self.reason = ""
+        self.signal_time = None  # when the first signal arrived
+        self.parent = os.getppid()
+
+    def catch_signals(self):
+        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP unless ignored already, e.g. by nohup."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.on_signal)
+
+    def on_signal(self, number, frame):
+        """Request a stop. A second signal ends the process at once.
+
+        Signals within a second count as one, because Ctrl-C may arrive twice: from the terminal,
+        and from torchrun or run.sh.
+        """
+        if self.signal_time is None:
+            self.signal_time = time.monotonic()
+            self.reason = self.reason or "a signal"
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                os.write(2, b"saving a checkpoint; press Ctrl-C again to exit at once\n")
+        elif time.monotonic() - self.signal_time > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def check(self):
+        """Collective: raise StopTraining on all ranks if one of them has a reason to stop."""
+        if dist.is_initialized() and os.getppid() != self.parent:
+            self.reason = self.reason or "torchrun was killed"
+        must_stop = sum_over_ranks(torch.tensor(int(self.reason != "")))
+        if must_stop > 0:
+            reasons = all_gather_objects(self.reason)
+            raise StopTraining(", ".join(sorted({reason for reason in reasons if reason})))
 
 
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
@@ -314,7 +469,11 @@ class CastedLinear(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: rotates channels i and i + D/2. https://arxiv.org/abs/2104.09864"""
+    """Rotary position embedding: rotates each pair of channels (i, i + D/2) by a position's angle.
+
+    The paper, https://arxiv.org/abs/2104.09864, rotates by the opposite angle. The models are
+    equivalent: negating the channels i + D/2 of all queries and keys turns one into the other.
+    """
 
     def __init__(self, head_dim, sequence_length):
         super().__init__()
@@ -337,7 +496,8 @@ class CausalSelfAttention(nn.Module):
         C = args.n_embd
         self.n_head = args.n_head
         self.key_shift = args.key_shift
-        self.c_q = CastedLinear(C, C, bias=False)  # separate: Muon orthogonalizes each on its own
+        # Separate matrices, so that Muon orthogonalizes each one.
+        self.c_q = CastedLinear(C, C, bias=False)
         self.c_k = CastedLinear(C, C, bias=False)
         self.c_v = CastedLinear(C, C, bias=False)
         self.c_proj = CastedLinear(C, C, bias=False)
@@ -354,10 +514,11 @@ class CausalSelfAttention(nn.Module):
         # Shift keys key_shift positions to the right before the rotary embedding, so that they are
         # rotated for their new positions. Zeros fill the gap.
         k = F.pad(k, (0, 0, 0, 0, self.key_shift, 0))[:, : k.size(1)]
-        # Attention takes (B, H, T, D), and its result has the memory layout of q. Rotating before
-        # transposing saves a copy on GPUs, which flatten would need otherwise.
-        q, k, v = (z.transpose(1, 2) for z in (self.rotary(q), self.rotary(k), v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # Attention takes (B, H, T, D), and its result has the memory layout of q. Transposing after
+        # the rotation avoids the copy that flatten would otherwise make on GPUs.
+        q = self.rotary(q).transpose(1, 2)
+        k = self.rotary(k).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -387,9 +548,8 @@ class Block(nn.Module):
 class NgramTable(nn.Module):
     """A second embedding table, indexed by hashes of the last 2, 3, ... max_ngram tokens.
 
-    The rows found for a position are summed. The gradient is sparse. While gradients are enabled
-    (nothing here calls eval()), n-grams are dropped with probability `dropout`, and the others are
-    scaled up to compensate.
+    The rows found for a position are summed. The gradient is sparse. While gradients are enabled,
+    n-grams are dropped with probability `dropout`, and the others are scaled up to compensate.
     """
 
     def __init__(self, args):
@@ -397,6 +557,8 @@ class NgramTable(nn.Module):
         self.max_ngram = args.max_ngram
         self.dropout = args.ngram_dropout
         self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd))
+        # torch.compile does not support sparse gradients.
+        self.forward = torch.compiler.disable(self.forward)
 
     def forward(self, inputs):  # (B, T) to (B, T, C)
         hashes = inputs
@@ -420,20 +582,23 @@ class NgramTable(nn.Module):
     def survives_dropout(self, ngrams, inputs):
         """Return a mask of the n-grams that dropout keeps, shaped like `ngrams`.
 
-        The mask is a hash of the n-gram and of the sum of its sequence's tokens. Unlike random
-        numbers, it depends on neither the number of ranks nor earlier batches. All copies of an
-        n-gram in a sequence are kept, or all are dropped. The sum includes later tokens, but a hash
-        is too irregular to reveal them to the model.
+        ngrams: (B, T, max_ngram - 1) hashes. The mask is a hash of the n-gram and of a salt, the
+        sum of its sequence's tokens. Unlike random numbers, it depends on neither the number of
+        ranks nor earlier batches. All copies of an n-gram in a sequence are kept, or all are
+        dropped. The salt also depends on later tokens, but the model cannot recover them from the
+        mask.
         """
         salt = 2 * inputs.sum(1)[:, None, None] + 1  # odd, so that no bits of the n-gram are lost
-        # Multiplicative hashing: the highest 20 bits of the product are mixed best. The multiplier
-        # is that of Knuth's MMIX generator.
-        random = ngrams * salt * 6364136223846793005 >> 44  # uniform in [-2**19, 2**19)
+        # Multiplicative hashing: an int64 product wraps around, and its highest bits are mixed
+        # best. The multiplier is that of Knuth's MMIX generator.
+        product = ngrams * salt * 6364136223846793005
+        random = product >> 44  # the highest 20 of 64 bits, as a number in [-2**19, 2**19)
+        # The lowest share of these numbers, of size `dropout`, is dropped.
         return random >= (self.dropout - 0.5) * 2**20
 
 
 class GPT(nn.Module):
-    """GPT-2 whose embedding and output head share their weights.
+    """GPT-2 with tied embedding and output head.
 
     Weights are float32; activations and matmuls have the given dtype.
     """
@@ -454,7 +619,7 @@ class GPT(nn.Module):
         inputs: (B, T) int64, T at most sequence_length. targets: the same shape; entries of -1
         are ignored. Without targets, the logits are returned.
         """
-        # The table lookup is not compiled. Doing it first keeps the rest in one compiled graph.
+        # The n-gram table is not compiled. Looking it up first leaves the rest in one graph.
         ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs)
         x = (self.wte(inputs) + ngrams).to(self.dtype)  # (B, T, C)
         for block in self.h:
@@ -492,7 +657,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
-        # Small chunks are slow: one has at least as many logits as 512 tokens of GPT-2.
+        # Small chunks are slow, so each holds at least as many logits as 512 GPT-2 tokens.
         min_chunk_size = 512 * 50304 // len(weight)
         max_chunks = 2 if x.is_cuda else 8  # an estimate for GPUs, not measured
         chunks = min(max_chunks, max(1, len(x) // min_chunk_size))
@@ -526,8 +691,8 @@ def gram(X):
     M, N = X.shape[-2:]
     if X.is_cuda or M < 512 or N < 2 * M:
         return X @ X.mT
-    # The result is symmetric. For a large matrix a CPU is faster if it computes three of the four
-    # blocks and copies the fourth. On a GPU, the additional kernel launches would probably cost
+    # The result is symmetric. For large matrices on a CPU, computing three of the four blocks and
+    # copying the fourth is faster. On a GPU, the additional kernel launches would probably cost
     # more.
     half = M // 2
     top = X[..., :half, :]
@@ -543,14 +708,23 @@ def gram(X):
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     """Orthogonalize G = U S V^T with five Newton-Schulz iterations: return approximately U V^T.
 
-    G: (M, N) or (K, M, N), of any float dtype; it is not modified. If its norm is below 1e-6, the
-    result is smaller. dtype: dtype of the matmuls. Returns a bfloat16 tensor of the same shape.
-    Raises ValueError if G is not 2-D or 3-D.
+    G: (M, N) or (K, M, N), of any float dtype; it is not modified. For norms below 1e-6, the
+    result's singular values fall short of 1. dtype: dtype of the matmuls. Returns a bfloat16
+    tensor of the same shape, because Muon sends it to other ranks. Raises ValueError if G is not
+    2-D or 3-D. Source: https://kellerjordan.github.io/posts/muon/
 
-    An iteration replaces X with a X + B X, where B = b A + c A A and A = X X^T. It turns a singular
-    value s into a s + b s^3 + c s^5, so that small ones grow quickly. After five iterations, all
-    but the smallest lie between 0.7 and 1.2.
-    Source: https://kellerjordan.github.io/posts/muon/
+    With A = X X^T and B = bA + cA^2, an iteration is
+
+        next X = aX + BX = (aI + B) X
+        next A = (aI + B) A (aI + B)
+
+    It maps each singular value s to as + bs^3 + cs^5, so that small ones grow quickly. After five
+    iterations, all but the smallest lie between 0.7 and 1.2. For a tall G, read X^T for X.
+
+    The second formula makes it possible to compose iterations: with P, the product of their factors
+    aI + B, X is multiplied only once, by P. All other products are of size (m, m), where m is the
+    shorter side. Composing pays if the longer side is at least 2m. Composing all five iterations
+    would lose too much precision in bfloat16, so the first two are composed, and the last three.
     """
     if G.ndim not in (2, 3):
         raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix or a stack of matrices")
@@ -561,28 +735,24 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     # faster to take the norms of the rows first.
     row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=torch.float64)
     frobenius = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
+    # Without this cast, the division would be done in float64.
     wider_dtype = torch.promote_types(G.dtype, dtype)
     X = (G / (frobenius + 1e-7).to(wider_dtype)).to(dtype)
-    tall = G.size(-2) > G.size(-1)  # then the iteration is X = a X + X B with A = X^T X
+    tall = G.size(-2) > G.size(-1)
     m, n = sorted(G.shape[-2:])
-    # If one side is at least twice the other, it is cheaper to compose iterations: multiply the
-    # (m, m) factors of the first two together, and then of the last three, so that X is
-    # multiplied only twice. Composing all five loses too much precision in bfloat16.
-    schedule = (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1)
-    if n >= 2 * m:
-        identity = torch.eye(m, dtype=dtype, device=G.device)
-    for iterations in schedule:
+    identity = torch.eye(m, dtype=dtype, device=G.device)
+    for iterations in (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1):
         A = gram(X.mT if tall else X)  # (m, m)
         B = multiply_add(A, A, A, beta=b, alpha=c)
         if iterations == 1:
             X = multiply_add(X, X, B, beta=a) if tall else multiply_add(X, B, X, beta=a)
             continue
-        P = torch.add(B, identity, alpha=a)  # a I + B
+        P = torch.add(B, identity, alpha=a)
         for _ in range(iterations - 1):
-            A = multiply_add(A, B, A, beta=a)
-            A = multiply_add(A, A, B, beta=a)  # (a I + B) A (a I + B), the next iteration's A
+            A = multiply_add(A, B, A, beta=a)  # (aI + B) A
+            A = multiply_add(A, A, B, beta=a)  # (aI + B) A (aI + B)
             B = multiply_add(A, A, A, beta=b, alpha=c)
-            P = multiply_add(P, B, P, beta=a)  # (a I + B) P
+            P = multiply_add(P, B, P, beta=a)  # (aI + B) P
         X = X @ P.mT if tall else P @ X
     return X.bfloat16()
 
@@ -595,14 +765,18 @@ class Muon(torch.optim.Optimizer):
     matrices of the same shape are processed together (see stacks_of).
 
     params: parameters with at least two dimensions; shape (M, ...) is flattened to (M, N). Their
-    gradients must already be summed or averaged over the ranks; either all ranks have the gradient
-    of a parameter, or none. lr: RMS change of an entry per step. dtype: used for the matmuls.
+    gradients must already be summed or averaged over the ranks. Each parameter must have a gradient
+    on all ranks or on none. lr: RMS change of an entry per step. dtype: used for the matmuls.
     Raises ValueError if a parameter or a value is invalid.
 
-    Unlike torch.optim.Muon, it scales updates by sqrt(max(M, N)). To convert an lr from there,
-    multiply it by 0.2 if adjust_lr_fn is "match_rms_adamw", or divide it by sqrt(N) if it is
-    "original". Both optimizers shrink weights by lr * weight_decay per step, so also multiply
-    weight_decay by old lr / new lr.
+    Updates are scaled by sqrt(max(M, N)). torch.optim.Muon scales them differently:
+
+        adjust_lr_fn of torch.optim.Muon    the same lr here
+        "match_rms_adamw"                   0.2 * lr
+        "original"                          lr / sqrt(N)
+
+    Both optimizers shrink weights by lr * weight_decay per step, so also multiply weight_decay by
+    old lr / new lr.
     """
 
     def __init__(
@@ -649,6 +823,7 @@ class Muon(torch.optim.Optimizer):
                 if stack:
                     stacks.append(stack)
             pending = []
+            # A bucket holds about one stack of each rank, since ownership balances the load.
             for first in range(0, len(stacks), self.world_size):
                 bucket = stacks[first : first + self.world_size]
                 pending.append(self.start_updates(bucket, group))
@@ -729,9 +904,10 @@ class Muon(torch.optim.Optimizer):
 def matrix_cost(p):
     """Return the number of multiplications that zeropower_via_newtonschulz5 needs for a matrix."""
     m, n = sorted(p.flatten(1).shape)
-    if n >= 2 * m:
-        return m * m * (14 * m + 4 * n)
-    return m * m * (5 * m + 10 * n)
+    if n >= 2 * m:  # composed: two products of X with itself and two with P; A, B and P 14 times
+        return m * m * (4 * n + 14 * m)
+    # in each of five iterations: a product of X with itself, one of A, and one of B with X
+    return 5 * m * m * (n + m + n)
 
 
 def stacks_of(params):
@@ -742,6 +918,8 @@ def stacks_of(params):
     batched matmul can change the last bits of its result.
     """
     stacks = []
+    # Sorting by shape as well brings matrices of one shape together. The sort is stable, so
+    # matrices of the same shape keep the order of params.
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
         max_size = min(8, 2**20 // p.numel())
         if stacks and stacks[-1][0].shape == p.shape and len(stacks[-1]) < max_size:
@@ -757,46 +935,93 @@ def params_of(optimizer):
 
 
 # ---- Data: shards of tokens, read as one stream -------------------------------------------------
-# A shard is a header of int32 values (magic number 20240520, version 1, number of tokens, zeros),
-# then the tokens as uint16.
-HEADER_SIZE = 256
+# A shard is a header of 256 int32 values (magic number 20240520, version 1, number of tokens,
+# zeros), then the tokens as uint16.
+HEADER_BYTES = 1024
 
 
-class DataError(UserError):
-    """A shard is unusable. Other machines may have a good copy, so each rank reports its own."""
+def shard_size(path):
+    """Return the number of tokens in a shard. Raises UserError unless it is a complete shard."""
+    is_file = os.path.isfile(path)  # a named pipe is not, and reading it would block
+    require(is_file, f"{path} is not a file: download or pack the data again")
+    header = np.fromfile(path, "<i4", HEADER_BYTES // 4).tolist()
+    tokens, odd_bytes = divmod(os.path.getsize(path) - HEADER_BYTES, 2)
+    expected = [20240520, 1, tokens] + [0] * (HEADER_BYTES // 4 - 3)
+    complete = tokens > 0 and odd_bytes == 0 and header == expected
+    require(complete, f"{path} is not a complete shard of tokens: download or pack it again")
+    return tokens
 
 
-def check_shard(path):
-    """Return (number of tokens, an identity that changes when the file is replaced or modified).
-
-    Raises DataError if path is not a complete shard.
-    """
-    if not os.path.isfile(path):  # also rejects a named pipe, which would block
-        raise DataError(f"{path} is not a file: fetch data with data/fineweb.py or data/pack.py")
-    header = np.fromfile(path, "<i4", HEADER_SIZE).tolist()
+def file_version(path):
+    """Return values that change when a file is replaced or modified."""
     status = os.stat(path)
-    tokens, odd_bytes = divmod(status.st_size - 4 * HEADER_SIZE, 2)
-    if tokens < 1 or odd_bytes or header != [20240520, 1, tokens] + [0] * (HEADER_SIZE - 3):
-        raise DataError(f"{path} is not a complete shard of tokens: download or pack it again")
-    return tokens, (status.st_dev, status.st_ino, status.st_mtime_ns)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def crc32_of_file(path):
-    """Return the crc32 of a whole file."""
-    checksum = 0
-    with open(path, "rb") as file:
-        while block := file.read(2**24):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
+class TokenStream:
+    """The tokens of all shards that match a glob, laid end to end in name order, and repeated.
+
+    contents identifies the tokens: it holds the size and a checksum of each shard. Raises UserError
+    if a shard is missing, incomplete, listed twice or changed, or if it holds a token outside the
+    vocabulary, and OSError if a shard cannot be read.
+    """
+
+    def __init__(self, pattern, vocab_size):
+        self.pattern = pattern
+        self.vocab_size = vocab_size
+        self.encoding = read_manifest(pattern).get("encoding")  # None if there is no manifest
+        self.paths = sorted(glob.glob(pattern))
+        require(self.paths, f"no file matches {pattern!r}: run data/fineweb.py or data/pack.py")
+        for folder in {Path(path).parent for path in self.paths}:
+            packed = not (folder / ".pack").exists()  # which data/pack.py creates while it works
+            require(packed, f"{folder} is being packed, or that was interrupted: pack it again")
+        self.sizes = [shard_size(path) for path in self.paths]
+        self.ends = np.cumsum(self.sizes).tolist()  # positions in the stream
+        self.total_tokens = self.ends[-1]
+        self.versions = [file_version(path) for path in self.paths]
+        self.contents = [(size, self.checksum(i)) for i, size in enumerate(self.sizes)]
+        distinct = len(set(self.contents)) == len(self.contents)
+        require(distinct, f"{pattern!r} matches a shard and a copy of it: remove one")
+
+    def checksum(self, shard):
+        """Return the crc32 of a shard's tokens; of a large shard, only of 128 parts of it."""
+        part_size = 2**16
+        size = self.sizes[shard]
+        start = self.ends[shard] - size
+        checksum = 0
+        for offset in range(0, size, max(part_size, size // 128)):
+            part = self.read(start + offset, min(part_size, size - offset))
+            checksum = zlib.crc32(part, checksum)
+        return checksum
+
+    def read(self, start, count):
+        """Return `count` tokens (uint16) from position `start` of the repeated stream."""
+        parts = []
+        while count > 0:
+            start %= self.total_tokens
+            shard = bisect.bisect_right(self.ends, start)
+            path = self.paths[shard]
+            unchanged = file_version(path) == self.versions[shard]
+            require(unchanged, f"{path} changed while in use: restore it and start again")
+            tokens_left = self.ends[shard] - start
+            offset = HEADER_BYTES + 2 * (self.sizes[shard] - tokens_left)
+            part = np.fromfile(path, "<u2", min(count, tokens_left), offset=offset)
+            highest = part.max()
+            fix = "use train_files and val_files of the same encoding, or raise --vocab_size"
+            known = highest < self.vocab_size
+            require(known, f"{path} holds token {highest}, but vocab_size={self.vocab_size}: {fix}")
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts)
 
 
 @functools.lru_cache(2)
 def shuffled_starts(seed, epoch, total_tokens, T):
     """Return the positions at which the sequences of an epoch start, in random order.
 
-    The first sequence of T tokens starts at a random position below T, the next one where it ends,
-    and so on. The last one may wrap around to the start of the stream. An epoch leaves out
-    total_tokens % T tokens.
+    The sequences follow each other without gaps, from a random position below T on. The last one
+    may wrap around to the start of the stream. total_tokens % T tokens are left out.
     """
     generator = np.random.default_rng((seed, epoch))
     return generator.integers(T) + T * generator.permutation(total_tokens // T)
@@ -804,823 +1029,141 @@ def shuffled_starts(seed, epoch, total_tokens, T):
 
 @dataclasses.dataclass
 class DistributedDataLoader:
-    """Reads batches of tokens from all shards, laid end to end and repeated.
+    """The training batches. A batch depends only on the step.
 
-    The sequences are consecutive, unless shuffle_seed is given.
-
-    At each step, rank r takes the r-th of world_size equal parts of the global batch, so the tokens
-    of a step depend on neither the number of ranks nor the size of micro-batches. Raises DataError
-    if a shard is missing, incomplete or changed, or holds a token outside the vocabulary.
+    The global batch of a step is split into world_size equal parts, and rank r takes part r. The
+    tokens of a step therefore depend on neither the number of ranks nor the size of micro-batches.
     """
 
-    pattern: str  # glob of the shards, which are sorted by name
+    stream: TokenStream
     batch_size: int  # sequences per step, summed over all ranks
     T: int  # tokens per sequence
     rank: int
     world_size: int
     device: torch.device
-    vocab_size: int = 65536
-    shuffle_seed: int | None = None  # None reads the tokens in order
-    position: int = 0  # where the next batch starts in the stream, in tokens
-    hash_sum: int = 0  # hash of the sequences that this rank has trained on
-    batch_hash: int = 0  # hash of this rank's sequences in the latest batch
+    shuffle_seed: int | None = None  # None reads the stream in order
 
     def __post_init__(self):
-        self.paths = sorted(glob.glob(self.pattern))
-        if not self.paths:
-            raise DataError(
-                f"no file matches {self.pattern!r}: run data/fineweb.py or data/pack.py"
-            )
-        for folder in {Path(path).parent for path in self.paths}:
-            if (folder / ".pack").exists():
-                raise DataError(
-                    f"{folder} is being packed, or packing was interrupted: run data/pack.py"
-                )
-        if self.batch_size % self.world_size:
-            raise UserError(
-                f"batch_size={self.batch_size} must be a multiple of the {self.world_size} ranks"
-            )
+        size, ranks = self.batch_size, self.world_size
+        require(size % ranks == 0, f"batch_size={size} must be a multiple of the {ranks} ranks")
         self.tokens_per_step = self.batch_size * self.T
-        self.shards = [check_shard(path) for path in self.paths]
-        self.ends = np.cumsum([size for size, _ in self.shards]).tolist()  # positions in the stream
-        self.total_tokens = self.ends[-1]
-        self.contents = []  # for each shard: its size and a crc32 of its first tokens
-        for (size, _), end in zip(self.shards, self.ends):
-            beginning = self.read(end - size, min(size, 100_000))
-            self.contents.append((size, zlib.crc32(beginning)))
-        if len(set(self.contents)) < len(self.paths):
-            raise DataError(f"{self.pattern!r} matches a shard and a copy of it: remove one")
 
-    def read(self, start, count):
-        """Return `count` tokens (uint16) from position `start` of the repeated stream.
+    def batch(self, step):
+        """Return (inputs, targets, hash) of this rank in a step.
 
-        Raises DataError if a shard has changed or holds a token outside the vocabulary.
-        """
-        parts = []
-        while count > 0:
-            start %= self.total_tokens
-            shard = np.searchsorted(self.ends, start, side="right")
-            path = self.paths[shard]
-            if check_shard(path) != self.shards[shard]:
-                raise DataError(f"{path} changed while in use: restore it and start again")
-            tokens_left = self.ends[shard] - start
-            tokens_before = self.shards[shard][0] - tokens_left
-            offset = 4 * HEADER_SIZE + 2 * tokens_before  # bytes
-            part = np.fromfile(path, "<u2", min(count, tokens_left), offset=offset)
-            if part.max() >= self.vocab_size:
-                raise DataError(
-                    f"{path} holds token {part.max()}, but vocab_size={self.vocab_size}: use "
-                    f"train_files and val_files of the same encoding, or raise --vocab_size"
-                )
-            parts.append(part)
-            start += len(part)
-            count -= len(part)
-        return np.concatenate(parts)
-
-    def read_batch(self):
-        """Return (inputs, targets), int64 of shape (batch_size // world_size, T), on device.
-
-        The position does not move until advance() is called, so a failed step can be repeated.
+        inputs and targets: int64 of shape (batch_size // world_size, T), on device. The sum of the
+        hashes of all ranks and steps, modulo 2**48, identifies the tokens that were trained on.
         """
         count = self.batch_size // self.world_size
-        first = self.position // self.T + self.rank * count
+        first = step * self.batch_size + self.rank * count
         sequences = self.read_sequences(first, count)
-        self.batch_hash = 0
-        for i, sequence in enumerate(sequences, first):
-            # A different odd weight per position makes the hash depend on the order of sequences.
-            self.batch_hash += (2 * i + 1) * zlib.crc32(sequence)
-        # Two tensors that share no memory, because evaluate masks some of the targets.
-        inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64, order="C"))
-        targets = torch.from_numpy(sequences[:, 1:].astype(np.int64, order="C"))
-        return inputs.to(self.device), targets.to(self.device)
+        batch_hash = 0
+        for number, sequence in enumerate(sequences, first):
+            # A different odd weight per sequence makes the hash depend on their order.
+            batch_hash += (2 * number + 1) * zlib.crc32(sequence)
+        inputs, targets = inputs_and_targets(sequences, self.device)
+        return inputs, targets, batch_hash % 2**48
 
     def read_sequences(self, first, count):
-        """Return the sequences number `first` to `first + count - 1` of the run.
-
-        They are a uint16 array of shape (count, T + 1). The last token of a sequence is only a
-        target.
-        """
+        """Return sequences `first` to `first + count - 1` of the run: uint16, (count, T + 1)."""
         if self.shuffle_seed is None:
-            tokens = self.read(first * self.T, count * self.T + 1)
-            return np.lib.stride_tricks.sliding_window_view(tokens, self.T + 1)[:: self.T]
+            tokens = self.stream.read(first * self.T, count * self.T + 1)
+            return split_into_sequences(tokens, self.T)
         sequences = []
+        total_tokens = self.stream.total_tokens
         for number in range(first, first + count):
-            epoch, index = divmod(number, self.total_tokens // self.T)
-            starts = shuffled_starts(self.shuffle_seed, epoch, self.total_tokens, self.T)
-            sequences.append(self.read(starts[index], self.T + 1))
+            epoch, index = divmod(number, total_tokens // self.T)
+            starts = shuffled_starts(self.shuffle_seed, epoch, total_tokens, self.T)
+            sequences.append(self.stream.read(starts[index], self.T + 1))
         return np.stack(sequences)
 
-    def advance(self):
-        """Move past the batch that read_batch returned."""
-        self.position += self.tokens_per_step
-        self.hash_sum += self.batch_hash
 
-    def next_batch(self):
-        """Read a batch and move past it."""
-        batch = self.read_batch()
-        self.advance()
-        return batch
+def split_into_sequences(tokens, T):
+    """Return N * T + 1 tokens as a view of shape (N, T + 1).
 
-    def data_hash(self):
-        """Collective: return a hash (12 hex digits) of the tokens all ranks have trained on."""
-        total = sum_over_ranks(torch.tensor(self.hash_sum % 2**48)).item()
-        return f"{total % 2**48:012x}"
-
-    def fingerprint(self):
-        """Return a checksum of the last sequences read and of the next token or sequence.
-
-        Returns None if a shard has changed, so that a checkpoint can still be saved.
-        """
-        try:
-            if self.shuffle_seed is not None:
-                last = self.position // self.T
-                first = max(0, last - 100_000 // self.T)
-                return zlib.crc32(self.read_sequences(first, last + 1 - first).tobytes())
-            start = max(0, self.position - 100_000)
-            return zlib.crc32(self.read(start, self.position + 1 - start))
-        except (DataError, OSError):
-            return None
-
-    def state_dict(self):
-        """Collective: return the position, from which any number of ranks can continue."""
-        data_hash = self.data_hash()
-        return dict(position=self.position, data_hash=data_hash, fingerprint=self.fingerprint())
-
-    def load_state_dict(self, state):
-        """Move to a saved position. Raises DataError unless the same tokens precede it."""
-        self.position = state["position"]
-        # data_hash sums over the ranks, so only rank 0 starts from the saved total.
-        self.hash_sum = int(state["data_hash"], 16) if self.rank == 0 else 0
-        saved = state["fingerprint"]
-        if saved is not None and self.fingerprint() != saved:
-            raise DataError(f"{self.pattern!r} no longer holds the tokens that were trained on")
+    The last token of a sequence is only a target. It is also the first token of the next sequence.
+    """
+    return np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]
 
 
-# ---- Training: optimizers, one step, one evaluation ---------------------------------------------
-class StopTraining(Exception):
-    """Raised to make training save a checkpoint and exit. failure: why, or empty after a signal."""
-
-    def __init__(self, failure=""):
-        super().__init__(failure)
-        self.failure = failure
+def inputs_and_targets(sequences, device):
+    """Split tokens of shape (B, T + 1) into two int64 tensors of shape (B, T) on a device."""
+    inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64, order="C"))
+    targets = torch.from_numpy(sequences[:, 1:].astype(np.int64, order="C"))
+    return inputs.to(device), targets.to(device)
 
 
-class StopRequest:
-    """Remembers a signal until training can stop at a safe point."""
+def open_data(args, rank, world_size, device):
+    """Return (train_loader, validation_tokens), or raise UserError if the data do not fit args.
 
-    def __init__(self):
-        self.time = None  # when the first signal arrived
-        self.parent = os.getppid()
-
-    def catch_signals(self):
-        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP unless ignored already, e.g. by nohup."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.on_signal)
-
-    def on_signal(self, number, frame):
-        """Remember a signal; if another arrives more than two seconds later, exit immediately.
-
-        Signals within two seconds count as one: after Ctrl-C, for example, workers receive a signal
-        from the terminal and another one from torchrun.
-        """
-        if self.time is None:
-            self.time = time.monotonic()
-            with contextlib.suppress(OSError):  # the terminal may be closed
-                os.write(
-                    2,
-                    b"saving a checkpoint; another signal in 2 seconds or later exits at once\n",
-                )
-        elif time.monotonic() - self.time > 2:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    def check(self):
-        """In a single process, raise StopTraining if a signal came. See check_ranks for several."""
-        one_process = not dist.is_initialized() or dist.get_world_size() == 1
-        if self.time is not None and one_process:
-            raise StopTraining
-
-    def check_ranks(self, failure=""):
-        """Collective: raise StopTraining on all ranks if one of them must stop.
-
-        failure: why this rank cannot continue, or empty if it can. A rank must
-        also stop if its parent, torchrun, was killed.
-        """
-        orphaned = dist.is_initialized() and os.getppid() != self.parent
-        must_stop = self.time is not None or orphaned
-        stops = sum_over_ranks(torch.tensor([int(must_stop), int(failure != "")]))
-        if stops[1] > 0:
-            failures = all_gather_objects(failure)
-            raise StopTraining(", ".join(text for text in failures if text))
-        if stops[0] > 0:
-            raise StopTraining
+    validation_tokens: a uint16 array. Its last token is only a target.
+    """
+    stream = TokenStream(args.train_files, args.vocab_size)
+    T, seed = args.sequence_length, args.seed if args.shuffle else None
+    loader = DistributedDataLoader(stream, args.batch_size, T, rank, world_size, device, seed)
+    max_steps = (stream.total_tokens - 1) // loader.tokens_per_step
+    enough = max_steps >= (1 if args.allow_repeat else args.num_iterations)
+    fix = "add data, lower --num_iterations or --batch_size, or pass --allow_repeat=True"
+    require(enough, f"{args.train_files!r} has enough tokens for {max_steps} steps: {fix}")
+    val_stream = TokenStream(args.val_files, args.vocab_size)
+    separate = not set(stream.contents) & set(val_stream.contents)
+    require(separate, "train_files and val_files both match the same shard: they must not overlap")
+    check_encodings(stream.encoding, val_stream.encoding, "val_files")
+    return loader, val_stream.read(0, count_val_tokens(args, val_stream) + 1)
 
 
+def check_encodings(encoding, other, name):
+    """Raise UserError if the encoding of the training data and another one are known and differ."""
+    same = None in (encoding, other) or encoding == other
+    require(same, f"train_files have the encoding {encoding}, but {name} {other}: use the same one")
+
+
+def count_val_tokens(args, val_stream):
+    """Return the number of tokens to validate on, a multiple of sequence_length."""
+    T = args.sequence_length
+    usable = (val_stream.total_tokens - 1) // T * T
+    where = f"{args.val_files!r}, which holds {val_stream.total_tokens} tokens"
+    require(usable > 0, f"a sequence of {T} tokens and a target do not fit into {where}: add text")
+    if args.val_tokens > 0:
+        fits = args.val_tokens % T == 0 and args.val_tokens <= usable
+        limits = f"a multiple of {T} up to {usable}, for {where}"
+        require(fits, f"val_tokens={args.val_tokens} must be {limits}")
+        return args.val_tokens
+    max_tokens = 2**20
+    if args.val_loss_every:
+        # A forward pass takes about a third of the time of a training step, so these tokens take
+        # about an eighth of the training time.
+        trained = args.val_loss_every * args.batch_size * T
+        max_tokens = min(max_tokens, 3 * trained // 8)
+    return min(max(T, max_tokens // T * T), usable)
+
+
+# ---- Training: optimizers, one step, one evaluation, the loop -----------------------------------
 def lr_multiplier(step, args):
     """Return the factor applied to all learning rates: 1, then a linear decay to 0."""
     return min(1.0, (args.num_iterations - step) / max(1, args.warmdown_iters))
 
 
-def build_optimizers(gpt, args, rank, world_size):
+def build_optimizers(model, args, rank, world_size):
     """Return [AdamW, Muon], and Adagrad if there is an n-gram table.
 
     Raises UserError unless every parameter is in exactly one optimizer.
     """
-    matrices = [p for p in gpt.h.parameters() if p.ndim == 2]
-    tables = [gpt.ngrams.weight] if gpt.ngrams is not None else []
-    others = [p for p in gpt.parameters() if p not in {*matrices, *tables}]
+    matrices = [p for p in model.h.parameters() if p.ndim == 2]
+    tables = [model.ngrams.weight] if model.ngrams is not None else []
+    others = [p for p in model.parameters() if p not in {*matrices, *tables}]
     adamw = torch.optim.AdamW(others, args.learning_rate, (0.9, 0.95), weight_decay=0, fused=True)
     rate, momentum = args.muon_learning_rate, args.muon_momentum
-    muon = Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=gpt.dtype)
+    muon = Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=model.dtype)
     optimizers = [adamw, muon]
     if tables:
         optimizers.append(torch.optim.Adagrad(tables, args.learning_rate))
-    if Counter(p for o in optimizers for p in params_of(o)) != Counter(gpt.parameters()):
-        raise UserError("every parameter of the model must be in exactly one optimizer")
+    each_once = Counter(p for o in optimizers for p in params_of(o)) == Counter(model.parameters())
+    require(each_once, "every parameter of the model must be in exactly one optimizer")
     return optimizers
 
 
-def sum_over_ranks(tensor):
-    """Collective: sum a tensor over all ranks in place and return it."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def sync_gradients(model):
-    """Collective: sum all gradients over the ranks in one all-reduce; sparse ones become dense."""
-    used = [p for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([p.grad.to_dense().flatten() for p in used])
-    dist.all_reduce(flat)
-    for p, total in zip(used, flat.split([p.numel() for p in used])):
-        p.grad = total.view_as(p)
-
-
-def micro_batch_size(sequences, max_size):
-    """Return the largest divisor of `sequences` up to max_size, for equal micro-batches."""
-    return next(n for n in range(min(sequences, max_size), 0, -1) if sequences % n == 0)
-
-
-def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=lambda: None):
-    """Collective: do one optimizer step and return (loss, norms).
-
-    inputs, targets: (B, T) int64, this rank's part of the batch. loss: mean over all ranks, NaN if
-    a gradient is not finite. norms: one per parameter, only for reporting which gradients of this
-    rank are not finite. check_stop is called before each micro-batch; if it raises
-    StopTraining, the model and the optimizers are unchanged.
-    """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    size = micro_batch_size(len(inputs), args.device_batch_size)
-    loss = 0.0
-    try:
-        for x, y in zip(inputs.split(size), targets.split(size)):
-            check_stop()
-            # With this scaling, sums over micro-batches and ranks are means.
-            micro_loss = model(x, y) * (size / len(inputs) / world_size)
-            micro_loss.backward()
-            loss += micro_loss.detach()
-    except StopTraining:
-        model.zero_grad()
-        raise
-    gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
-    gradients = [g._values() if g.is_sparse else g for g in gradients]
-    # The norms are taken before the all-reduce, which would hide which rank is at fault.
-    norms = torch.stack(torch._foreach_norm(gradients))
-    loss, norms_sum = sum_over_ranks(torch.stack([loss, norms.sum()]))
-    if world_size > 1:
-        sync_gradients(model)
-    # A gradient that is not finite is applied, too, but the caller then ends the run unsaved.
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            full_lr = group.setdefault("initial_lr", group["lr"])  # stored at the first step
-            group["lr"] = full_lr * lr_scale
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.where(norms_sum.isfinite(), loss, torch.nan), norms
-
-
-@torch.no_grad()
-def evaluate(model, val_loader, val_tokens, check_stop=lambda: None):
-    """Collective: return the mean loss over exactly the first val_tokens tokens.
-
-    The result is the same on all ranks. check_stop is called before each batch.
-    """
-    val_loader.position = 0
-    sequences = val_tokens // val_loader.T
-    total = 0.0
-    for first in range(0, sequences, val_loader.batch_size):
-        check_stop()
-        inputs, targets = val_loader.next_batch()
-        sequences_left = max(0, sequences - first - val_loader.rank * len(inputs))
-        targets[sequences_left:] = -1  # the last batch may be larger than needed
-        total += model(inputs, targets).double() * (targets != -1).sum()
-    return sum_over_ranks(total).item() / val_tokens
-
-
-# ---- Log and checkpoints ------------------------------------------------------------------------
-class Log:
-    """The log, log_dir/run_id.txt, and the folder of checkpoints, log_dir/run_id/.
-
-    `log(line)` prints a line and appends it to the log, on rank 0 only. Raises UserError if the
-    files belong to another run, are in use or cannot be written.
-    """
-
-    def __init__(self, args, run_id, rank):
-        self.path = Path(args.log_dir, f"{run_id}.txt")
-        self.folder = Path(args.log_dir, run_id)
-        self.num_iterations = args.num_iterations
-        self.seconds = Counter()  # spent in each phase
-        self.checkpoints = []  # file names of this run's checkpoints that still exist
-        self.val_hash = ""  # hash of the validation tokens
-        self.best_loss = None  # validation loss of the weights in best.pt, if there are any
-        self.result = ""  # the last line of a finished log
-        self.file = None
-        self.live = False  # whether a progress bar replaces the per-step lines
-        if rank == 0:
-            self.open(args)
-
-    def open(self, args):
-        """Open the log and lock it. A log without a training step is overwritten."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "a", buffering=1, encoding="utf-8")
-        except OSError as error:
-            fix = "choose another --log_dir or --run_id"
-            raise UserError(f"cannot write {self.path} ({error.strerror}): {fix}") from None
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is writing {self.path}: stop it first") from None
-        # The log may be a symlink to a device, such as /dev/null.
-        lines = self.path.read_text("utf-8").splitlines() if self.path.is_file() else []
-        steps = [line for line in lines if line.startswith("step:")]
-        results = [line for line in lines if line.startswith("result ")]
-        trained = any(not line.startswith("step:0/") for line in steps)
-        if trained and not args.resume:
-            raise UserError(f"{self.path} exists: pass --resume=auto, or another --run_id")
-        if results:
-            self.result = results[-1]
-            # The line begins with "step:220/220 val_loss:".
-            finished_steps = int(steps[-1].split("/")[1].split()[0])
-            if args.resume != "auto" or args.num_iterations > finished_steps:
-                raise UserError(
-                    f"{self.path} already finished after {finished_steps} steps: to go on, pass "
-                    f"--resume=CHECKPOINT with another --run_id, or --init={self.folder}/model.pt"
-                )
-        elif not trained and self.path.is_file():
-            self.file.truncate(0)
-        self.live = tqdm is not None and os.isatty(1) and os.isatty(2)
-
-    def __call__(self, line, show=True):
-        """Write a line to the log and, if show, to the terminal. Ranks other than 0 do nothing."""
-        if self.file is None:
-            return
-        outputs = [self.file]
-        if show and sys.stdout is not None:
-            outputs.append(sys.stdout)
-        for output in outputs:
-            # Keep training if the disk is full or the terminal is gone.
-            with contextlib.suppress(OSError):
-                if self.live:
-                    tqdm.write(line, file=output)
-                else:
-                    print(line, file=output)
-                output.flush()
-
-    @contextlib.contextmanager
-    def timed(self, phase):
-        """Add the duration of a with block to the total of a phase, unless the block raises.
-
-        The block must end by synchronizing with the device, for example with .item().
-        """
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - start
-
-    def progress(self, step, result, more="", show=True):
-        """Log a result after `step` steps, with the training time so far."""
-        ms = 1000 * self.seconds["train"]
-        average = ms / max(step, 1)
-        times = f"train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
-        self(f"step:{step}/{self.num_iterations} {result} {times}{more}", show)
-
-    def header(self, args, gpt, optimizers, train_loader, val_loader):
-        """Log what defines a run: source, settings, environment, data, optimizers."""
-        self(SOURCE, show=False)
-        for name, value in vars(args).items():
-            self(f"hyperparameter {name}={value!r}", show=False)
-        self(f"torch:{torch.__version__} commit:{commit_of(Path(__file__).parent)}")
-        ranks = val_loader.world_size
-        threads = torch.get_num_threads()
-        device = device_name(train_loader.device)
-        self(f"device:{device} processes:{ranks} threads:{threads} products:{gpt.dtype}")
-        micro_batch = val_loader.batch_size // ranks
-        tokens = train_loader.total_tokens
-        self(f"train_tokens:{tokens} val_hash:{self.val_hash} micro_batch:{micro_batch}")
-        for optimizer in optimizers:
-            values = sum(p.numel() for p in params_of(optimizer))
-            self(f"{type(optimizer).__name__} parameters:{values}")
-        if args.dtype == "auto" and gpt.dtype == torch.float32:
-            self("dtype=auto picked float32, because this device has no native bfloat16")
-
-    def summary(self, args, train_loader, gpt, val_loss):
-        """Log the time of each phase, speed, memory and the result; save the weights.
-
-        Raises UserError if the result or a weight is not finite, or the weights cannot be saved.
-        """
-        self(" ".join(f"{phase}:{seconds:.1f}s" for phase, seconds in self.seconds.items()))
-        speed = train_loader.position / self.seconds["train"]
-        # Training and validation compile one graph each. More graphs mean recompilation.
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        memory = peak_memory(train_loader.device)
-        self(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
-        path = self.folder / "model.pt"
-        if not save_weights(gpt, args.num_iterations, val_loss, path, self, args):
-            raise UserError(f"{path} was not written, so the final weights are lost: free space")
-        self(f"weights: {path}; `bash run.sh sample` generates text from them")
-        path = self.folder / "best.pt"
-        if self.best_loss is not None and self.best_loss < val_loss and path.exists():
-            self(f"weights of the best validation, val_loss:{self.best_loss:.4f}: {path}")
-        target = f" target:{args.target_val_loss}" if args.target_val_loss else ""
-        self(f"result val_loss:{val_loss:.4f}{target}")
-
-
-def commit_of(folder):
-    """Return the git commit of a folder, -dirty if it has uncommitted changes, "" without git."""
-    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
-
-
-def device_name(device):
-    """Return the name of the GPU, or of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(": ")[2]
-    return platform.machine()
-
-
-def peak_memory(device):
-    """Return peak memory in MiB: allocated by PyTorch on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS reports bytes
-
-
-def check_finite(value, name):
-    """Raise UserError if a number or tensor within nested dicts and lists is not finite."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            check_finite(part, f"{name}: {key}")
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            check_finite(part, name)
-    elif isinstance(value, (float, torch.Tensor)) and not torch.as_tensor(value).isfinite().all():
-        raise UserError(
-            f"non-finite value in {name}: nothing is saved or loaded; lower the learning rates"
-        )
-
-
-def write_checkpoint(state, path, log):
-    """Write a state atomically, by renaming a temporary file. Return whether this succeeded.
-
-    The file ends with the crc32 of all bytes before it, which torch.load ignores. A failure is
-    logged, for example a full disk.
-    """
-    partial = path.with_name("partial")
-    try:
-        with log.timed("checkpoint"), open(partial, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            file.write(crc32_of_file(partial).to_bytes(4, "little"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        return True
-    except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
-        log(f"warning: {path.name} was not written ({error.__context__ or error})")
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)  # frees the space of the partial file
-        return False
-
-
-def save_weights(gpt, step, val_loss, path, log, args):
-    """Write the weights after `step` steps (rank 0 does it); return whether this succeeded.
-
-    Raises UserError if a weight is not finite.
-    """
-    weights = dict(
-        step=step,
-        hyperparameters=vars(args),
-        dtype=str(gpt.dtype),
-        val_loss=val_loss,
-        val_hash=log.val_hash,
-        model=gpt.state_dict(),
-    )
-    check_finite(weights, f"the weights for {path}")
-    return log.file is None or write_checkpoint(weights, path, log)
-
-
-def checkpoint_name(step):
-    """Return the file name of the checkpoint after `step` steps; names sort by step."""
-    return f"state_step{step:010d}.pt"
-
-
-def save_checkpoint(gpt, optimizers, train_loader, log, args):
-    """Collective: save what a run needs to resume, and delete old checkpoints.
-
-    Only rank 0 writes; it returns False if that fails. The others return True. All ranks
-    raise UserError if a value is not finite.
-    """
-    step = train_loader.position // train_loader.tokens_per_step
-    name = checkpoint_name(step)
-    checkpoints = [other for other in log.checkpoints if other != name] + [name]
-    kept = checkpoints[-args.keep_checkpoints :]
-    optimizer_states = []
-    for optimizer in optimizers:
-        get_state = getattr(optimizer, "full_state_dict", optimizer.state_dict)
-        optimizer_states.append(get_state())
-    state = dict(
-        step=step,
-        hyperparameters=vars(args),
-        dtype=str(gpt.dtype),
-        val_hash=log.val_hash,
-        train_seconds=log.seconds["train"],
-        files=kept,
-        model=gpt.state_dict(),
-        optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
-        optimizers=optimizer_states,
-        train_loader=train_loader.state_dict(),
-    )
-    check_finite(state, f"the state after step {step}")
-    if log.file is None:
-        return True
-    if not write_checkpoint(state, log.folder / name, log):
-        return False
-    for old in checkpoints[: -args.keep_checkpoints]:
-        (log.folder / old).unlink(missing_ok=True)
-    log.checkpoints = kept
-    return True
-
-
-def checkpoints_in(folder):
-    """Return the paths of a run's checkpoints, oldest first."""
-    return sorted(folder.glob("state_step*[0-9].pt"))  # excludes state_step0000000001_copy.pt
-
-
-def find_checkpoint(args, log):
-    """Return (path, state) of the checkpoint to resume, or None to start from scratch.
-
-    With resume=auto it is the run's newest complete one. Raises UserError if there are checkpoints
-    but none is complete, or if the selected one belongs to another run.
-    """
-    paths = checkpoints_in(log.folder)
-    if args.resume != "auto":
-        same_folder = args.resume and Path(args.resume).parent.resolve() == log.folder.resolve()
-        if paths and not same_folder:
-            raise UserError(f"{log.folder} holds checkpoints: pass --resume, or another --run_id")
-        paths = [Path(args.resume)] if args.resume else []
-    for path in reversed(paths):
-        if not is_complete(path):
-            log(f"{path} is not a complete checkpoint")
-            continue
-        with reporting_bad_checkpoint(path):
-            state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
-            if "optimizers" not in state:
-                raise UserError(f"{path} holds only weights: start a new run with --init={path}")
-            check_state(state, path, args, log)
-        return path, state
-    if paths:
-        raise UserError("no checkpoint is complete: check --resume, or pass another --run_id")
-    if (log.folder / "model.pt").exists():
-        raise UserError(f"{log.folder} holds the weights of a finished run: pass another --run_id")
-    return None
-
-
-def find_best_loss(log):
-    """Set log.best_loss to the loss of best.pt, so that only a lower one replaces it."""
-    path = log.folder / "best.pt"
-    if is_complete(path):
-        with reporting_bad_checkpoint(path):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            if state["val_hash"] == log.val_hash:
-                log.best_loss = state.get("val_loss")
-
-
-def is_complete(path):
-    """Return whether a file that write_checkpoint wrote is there and undamaged."""
-    # If a file ends with the crc32 of the bytes before it, its own crc32 is this constant.
-    return path.is_file() and crc32_of_file(path) == 0x2144DF1C
-
-
-@contextlib.contextmanager
-def reporting_bad_checkpoint(path):
-    """Convert any exception caused by a malformed file into a UserError that names the file."""
-    try:
-        yield
-    except (UserError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        raise UserError(f"{path} is not a checkpoint of this run: {error!r}") from error
-
-
-def different_settings(saved, args, names):
-    """Return the saved values that differ from args, as arguments: "--n_layer=2 --seed=1"."""
-    arguments = []
-    for field in dataclasses.fields(args):
-        # A setting that did not exist yet had the effect of its default.
-        value = saved.get(field.name, field.default)
-        if field.name in names and value != getattr(args, field.name):
-            arguments.append(f"--{field.name}={value}")
-    return " ".join(arguments)
-
-
-def check_state(state, path, args, log):
-    """Raise UserError unless a checkpoint was saved by a run with these settings and data."""
-    saved = state["hyperparameters"]
-    names = set(vars(args)) - set(CHANGEABLE_ON_RESUME)
-    if saved["num_iterations"] <= args.num_iterations:  # a resumed run may be longer
-        names.remove("num_iterations")
-    different = different_settings(saved, args, names)
-    if different:
-        raise UserError(f"{path} was saved with other settings: pass {different}")
-    if state["val_hash"] != log.val_hash:
-        raise UserError(f"{path} was saved with different validation tokens: restore val_files")
-    position = args.batch_size * args.sequence_length * state["step"]
-    if state["train_loader"]["position"] != position:
-        raise UserError(f"{path} is damaged: its step and its position in the data disagree")
-
-
-def load_run_state(path, state, gpt, optimizers, train_loader, log):
-    """Restore a run from a checkpoint. Raises UserError if its optimizers or data differ."""
-    names = [type(optimizer).__name__ for optimizer in optimizers]
-    with reporting_bad_checkpoint(path):
-        if names != state["optimizer_names"]:
-            raise UserError(f"{path} was saved with {state['optimizer_names']}, not {names}")
-        check_finite(state, str(path))
-        gpt.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, saved, path)
-        train_loader.load_state_dict(state["train_loader"])
-        log.seconds["train"] = float(state["train_seconds"])
-        # A run deletes only checkpoints that it wrote, listed in "files". A foreign checkpoint may
-        # list any name, so names that are not checkpoints in this folder are ignored.
-        existing = {checkpoint.name for checkpoint in checkpoints_in(log.folder)}
-        log.checkpoints = [name for name in state["files"] if name in existing]
-
-
-def load_init(args, gpt):
-    """Load the weights in args.init. Raises UserError unless they fit the settings of the model."""
-    path = Path(args.init)
-    if not is_complete(path):
-        raise UserError(f"--init={path} is not a complete file of weights, such as model.pt")
-    with reporting_bad_checkpoint(path):
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        saved = state["hyperparameters"]
-        if saved["vocab_size"] != args.vocab_size:
-            raise UserError(
-                f"--init={path} was trained with vocab_size={saved['vocab_size']}, not "
-                f"{args.vocab_size}: pack the data with the encoding of that run"
-            )
-        fields = dataclasses.fields(args)
-        names = {field.name for field in fields if field.metadata.get("group") == "model"}
-        different = different_settings(saved, args, names - {"seed", "dtype", "ngram_dropout"})
-        if different:
-            raise UserError(f"--init={path} holds another model: pass {different}")
-        check_finite(state["model"], str(path))
-        gpt.load_state_dict(state["model"])
-
-
-def load_optimizer(optimizer, saved, path):
-    """Load the state of an optimizer that was saved in a checkpoint at path.
-
-    Raises UserError if an option differs, except for learning rates, or ValueError if the shape of
-    a tensor does.
-    """
-    names = {
-        "AdamW": ("step", "exp_avg", "exp_avg_sq"),
-        "Muon": ("momentum_buffer",),
-        "Adagrad": ("step", "sum"),
-    }.get(type(optimizer).__name__, ())
-    params = params_of(optimizer)
-    for i, state in saved["state"].items():
-        for name in names:
-            shape = () if name == "step" else params[i].shape
-            if state[name].shape != shape:
-                raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
-    groups = optimizer.state_dict()["param_groups"]
-    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
-        for name, value in group.items():
-            # Older versions of PyTorch have fewer options.
-            saved_value = saved_group.setdefault(name, value)
-            # Optimizers of others may count their steps in an option. Such numbers are restored.
-            may_differ = not names and type(value) in (int, float)
-            if name != "lr" and saved_value != value and not may_differ:
-                option = f"{name}={saved_value} of {type(optimizer).__name__}"
-                raise UserError(
-                    f"{path} was saved with {option}, not {value}: restore the old value"
-                )
-        saved_group["lr"] = group["lr"]
-        saved_group.pop("initial_lr", None)  # train_step sets it again from lr
-    optimizer.load_state_dict(saved)
-
-
-def resume(args, gpt, optimizers, train_loader, log):
-    """Collective: load the checkpoint selected by args.resume; return its step, or 0.
-
-    If args.resume names a file, newer checkpoints in its folder are renamed, so that resume=auto
-    skips them.
-    """
-    on_all_ranks(find_best_loss, log)
-    path, state = on_all_ranks(find_checkpoint, args, log) or (None, None)
-    step = None if state is None else state["step"]
-    check_ranks_agree({"the step of the checkpoint": step}, "put log_dir on a shared filesystem")
-    if state is None:
-        if args.init:
-            on_all_ranks(load_init, args, gpt)
-        return 0
-    on_all_ranks(load_run_state, path, state, gpt, optimizers, train_loader, log)
-    if state.get("dtype") != str(gpt.dtype):
-        log(f"{path} was saved by a run in {state.get('dtype')}; continuing in {gpt.dtype}")
-    if args.resume != "auto" and log.file is not None:
-        for newer in checkpoints_in(log.folder):
-            same_folder = newer.parent.resolve() == path.parent.resolve()
-            if same_folder and newer.name > checkpoint_name(step):
-                newer.rename(newer.with_name(f"{newer.name}.abandoned"))
-                log(f"renamed {newer} to {newer.name}.abandoned: the run resumes from {path}")
-    return step
-
-
-# ---- Processes ----------------------------------------------------------------------------------
-def join_processes(args):
-    """Join the process group of torchrun, if there is one; return (rank, world_size, device).
-
-    Raises UserError if the environment or the device is unusable.
-    """
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "RANK" not in os.environ:
-        raise UserError("srun started several tasks without torchrun: use srun torchrun")
-    device = choose_device(args)
-    gpu = device if device.type == "cuda" else None
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
-    if "RANK" in os.environ and not dist.is_initialized():
-        timeout = timedelta(seconds=args.comm_timeout)
-        try:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
-            raise UserError(f"cannot join the processes of torchrun ({error})") from None
-        # After a restart by torchrun, the store still holds the keys of the earlier attempts.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(attempt, store)
-        backend = "cpu:gloo,cuda:nccl" if gpu is not None else "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu
-        )
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), device
-    return 0, 1, device
-
-
-def leave_processes():
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        # gloo's threads outlive the group. Let them release the tensors of the last collective, or
-        # they may abort the process when the interpreter exits (seen with torch 2.13).
-        time.sleep(0.2)
-
-
-def choose_device(args):
-    """Return the torch.device of this process. Raises UserError if args.device is not usable."""
-    if args.device == "cpu":
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if gpus == 0 and args.device == "auto":
-        return torch.device("cpu")
-    if gpus == 0:
-        raise UserError(
-            "device=cuda, but PyTorch sees no GPU: pass --device=cpu, or check the driver"
-        )
-    if not torch.cuda.is_available():
-        raise UserError("PyTorch cannot use the GPUs: update their driver, or pass --device=cpu")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if processes > gpus:
-        raise UserError(
-            f"{processes} processes were started for {gpus} GPUs: start at most {gpus}, or pass "
-            f"--device=cpu"
-        )
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-
-
-def product_dtype(args, device):
+def choose_dtype(args, device):
     """Return the dtype of matmuls: for "auto", bfloat16 if the device supports it natively."""
     if args.dtype != "auto":
         return getattr(torch, args.dtype)
@@ -1652,353 +1195,657 @@ def configure_backend(args, device):
     torch.utils.deterministic.fill_uninitialized_memory = False  # saves filling each new tensor
 
 
-def all_gather_objects(value):
-    """Collective: return the values of all ranks, in rank order."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def on_all_ranks(function, *arguments):
-    """Collective: return function(*arguments); if one rank raises UserError, all do.
-
-    The function must not call a collective.
-    """
-    result = None
-    failure = ""
-    try:
-        result = function(*arguments)
-    except UserError as error:
-        failure = str(error)
-    failures = all_gather_objects(failure)
-    for rank, failure in enumerate(failures):
-        if failure:
-            where = "" if all(failures) else f"rank {rank}: "  # only if some ranks succeeded
-            raise UserError(where + failure)
-    return result
-
-
-def check_ranks_agree(facts, advice):
-    """Collective: raise UserError unless the dict `facts` is the same on all ranks.
-
-    The error names the first fact that differs, two of its values, and the advice.
-    """
-    facts_of_ranks = all_gather_objects(facts)
-    for name, value in facts_of_ranks[0].items():
-        for rank, rank_facts in enumerate(facts_of_ranks):
-            if rank_facts.get(name) != value:
-                values = f"{value} on rank 0, {rank_facts.get(name)} on rank {rank}"
-                raise UserError(f"the ranks differ in {name} ({values}): {advice}")
-
-
-def check_ranks_read_the_same(loader):
-    """Collective: raise UserError if shards differ between machines.
-
-    Ranks on the same machine share its files, so each reads only some of them.
-    """
-    local_rank = int(os.environ.get("LOCAL_RANK", loader.rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", loader.world_size))
-    if local_size == loader.world_size:  # there is only one machine
-        return
-    sizes = [size for size, _ in loader.contents]
-    check_ranks_agree({"the sizes of their shards": sizes}, "give all machines the same data")
-    checksums = {}
-    for i in range(local_rank, len(loader.paths), local_size):
-        checksums[i] = crc32_of_file(loader.paths[i])
-    seen = {}
-    for rank, rank_checksums in enumerate(all_gather_objects(checksums)):
-        for i, checksum in rank_checksums.items():
-            if seen.setdefault(i, checksum) != checksum:
-                path = loader.paths[i]
-                raise UserError(f"{path} differs on the machine of rank {rank}: copy it again")
-
-
-# ---- Main ---------------------------------------------------------------------------------------
-def check_memory(args):
-    """Raise UserError if the model and its optimizers exceed the memory of this machine."""
-    # Count rows of n_embd parameters; a block has 12 * n_embd of them.
-    rows = args.vocab_size + 12 * args.n_layer * args.n_embd
-    if args.max_ngram > 1:
-        rows += args.ngram_rows
-    params = args.n_embd * rows
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    max_params = memory // 12  # at least float32 weight, gradient and one moment per parameter
-    if params > max_params:
-        raise UserError(f"the model has {params} parameters, but the memory holds {max_params}")
-
-
-def open_data(args, rank, world_size, device):
-    """Return (train_loader, val_loader). Raises UserError if the data do not fit the settings."""
-    shared = (args.sequence_length, rank, world_size, device, args.vocab_size)
-    train_loader = DistributedDataLoader(
-        args.train_files,
-        args.batch_size,
-        *shared,
-        shuffle_seed=args.seed if args.shuffle else None,
-    )
-    max_steps = (train_loader.total_tokens - 1) // train_loader.tokens_per_step
-    if max_steps < (1 if args.allow_repeat else args.num_iterations):
-        raise UserError(
-            f"{args.train_files!r} has enough tokens for {max_steps} steps: add data, lower "
-            f"--num_iterations or --batch_size (see --preset=text), or pass --allow_repeat=True"
-        )
-    micro_batch = micro_batch_size(args.batch_size // world_size, args.device_batch_size)
-    val_loader = DistributedDataLoader(args.val_files, micro_batch * world_size, *shared)
-    T = args.sequence_length
-    max_val_tokens = (val_loader.total_tokens - 1) // T * T
-    if max_val_tokens == 0:
-        raise UserError(
-            f"{args.val_files!r} holds {val_loader.total_tokens} tokens, but a sequence needs "
-            f"{T + 1}: add validation text, or lower --sequence_length"
-        )
-    val_tokens = val_tokens_of(args, val_loader)
-    if val_tokens % T or not 0 < val_tokens <= max_val_tokens:
-        raise UserError(
-            f"val_tokens={args.val_tokens} must be a multiple of {T} up to {max_val_tokens}, the "
-            f"number of usable tokens in {args.val_files!r}"
-        )
-    if set(train_loader.contents) & set(val_loader.contents):
-        raise UserError(
-            "train_files and val_files both match the same shard: they must not overlap"
-        )
-    return train_loader, val_loader
-
-
-def epochs(args, train_loader):
-    """Return how many times the whole run reads the training tokens."""
-    return args.num_iterations * train_loader.tokens_per_step / train_loader.total_tokens
-
-
-def val_tokens_of(args, val_loader):
-    """Return val_tokens; if it is 0, the number of usable tokens in val_files, up to 2**20."""
-    usable = min(val_loader.total_tokens - 1, 2**20)
-    return args.val_tokens or usable // val_loader.T * val_loader.T
-
-
-def warm_up(gpt, args, val_loader):
-    """Compile by a validation and a training pass; return the seconds of a second training pass."""
-    if args.max_ngram > 1:  # torch.compile does not support the sparse gradients of the table
-        gpt.ngrams.forward = torch.compiler.disable(gpt.ngrams.forward)
-    gpt.compile(dynamic=False, fullgraph=args.max_ngram < 2, disable=not args.compile)
-    inputs, targets = val_loader.next_batch()
+def compile_model(model, args, inputs, targets):
+    """Compile a model by running one validation and one training pass on a micro-batch."""
+    whole_graph = args.max_ngram < 2  # the n-gram table is not compiled, which splits the graph
+    model.compile(dynamic=False, fullgraph=whole_graph, disable=not args.compile)
     with torch.no_grad():
-        gpt(inputs, targets)
-    for _ in range(2):  # the first compiles, the second is timed
-        start = time.perf_counter()
-        loss = gpt(inputs, targets)
-        loss.backward()
-        gpt.zero_grad()
-        loss.item()  # waits for the device
-    return time.perf_counter() - start
+        model(inputs, targets)
+    loss = model(inputs, targets)
+    loss.backward()
+    model.zero_grad()
+    loss.item()  # waits for the device
 
 
-def validate(step, args, log, gpt, train_loader, val_loader, check_stop):
-    """Collective: log and return the validation loss after `step` steps.
+def micro_batch_size(sequences, max_size):
+    """Return the largest divisor of `sequences` up to max_size, for equal micro-batches."""
+    return next(n for n in range(min(sequences, max_size), 0, -1) if sequences % n == 0)
+
+
+def sync_gradients(model):
+    """Collective: sum all gradients over the ranks in one all-reduce; sparse ones become dense."""
+    used = [p for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([p.grad.to_dense().flatten() for p in used])
+    dist.all_reduce(flat)
+    for p, total in zip(used, flat.split([p.numel() for p in used])):
+        p.grad = total.view_as(p)
+
+
+def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=lambda: None):
+    """Collective: do one optimizer step and return (loss, norms).
+
+    inputs, targets: (B, T) int64, this rank's part of the batch. loss: mean over all ranks, NaN if
+    a gradient is not finite. norms: one per parameter, only for reporting which gradients of this
+    rank are not finite. check_stop is called before each micro-batch. If it raises StopTraining,
+    weights and optimizers are unchanged.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    size = micro_batch_size(len(inputs), args.device_batch_size)
+    loss = 0.0
+    for x, y in zip(inputs.split(size), targets.split(size)):
+        check_stop()
+        # With this scaling, sums over micro-batches and ranks are means.
+        micro_loss = model(x, y) * (size / len(inputs) / world_size)
+        micro_loss.backward()
+        loss += micro_loss.detach()
+    gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
+    gradients = [g._values() if g.is_sparse else g for g in gradients]
+    # The norms are taken before the all-reduce, which would hide which rank is at fault.
+    norms = torch.stack(torch._foreach_norm(gradients))
+    loss, sum_of_norms = sum_over_ranks(torch.stack([loss, norms.sum()]))
+    if world_size > 1:
+        sync_gradients(model)
+    # Non-finite gradients are still applied. The loss is then NaN, and the caller ends the run
+    # without saving.
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            full_lr = group.setdefault("initial_lr", group["lr"])  # set in the first step
+            group["lr"] = full_lr * lr_scale
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.where(sum_of_norms.isfinite(), loss, torch.nan), norms
+
+
+def validation_batch(run, first):
+    """Return inputs and targets of a micro-batch of validation sequences, from number `first` on.
+
+    All micro-batches have the same shape. Past the last sequence, the targets are -1.
+    """
+    sequences = split_into_sequences(run.validation_tokens, run.args.sequence_length)
+    numbers = np.arange(first, first + run.micro_batch)
+    inputs, targets = inputs_and_targets(sequences[numbers % len(sequences)], run.device)
+    targets[max(0, len(sequences) - first) :] = -1
+    return inputs, targets
+
+
+@torch.no_grad()
+def evaluate(run):
+    """Collective: return the mean loss on the validation tokens, the same on all ranks."""
+    count = len(run.validation_tokens) - 1
+    total = 0.0
+    for first in range(0, count // run.args.sequence_length, run.micro_batch * run.world_size):
+        run.stop.check()
+        inputs, targets = validation_batch(run, first + run.rank * run.micro_batch)
+        total += run.model(inputs, targets).double() * (targets != -1).sum()
+    return sum_over_ranks(total).item() / count
+
+
+def validate(run):
+    """Collective: log and return the validation loss, and keep the weights if they are the best.
 
     Raises UserError if the weights of the ranks differ.
     """
+    args, log = run.args, run.log
     with log.timed("validation"):
-        loss = evaluate(gpt, val_loader, args.val_tokens, check_stop)
-        sums = [p.view(torch.int32).sum(dtype=torch.int32) for p in gpt.parameters()]
+        loss = evaluate(run)
+        sums = [p.view(torch.int32).sum(dtype=torch.int32) for p in run.model.parameters()]
         checksum = sum(sums).item()  # of the weights' bits, modulo 2**32
-        check_ranks_agree({"the checksum of their weights": checksum}, "resume from a checkpoint")
-        data_hash = train_loader.data_hash()
-    lr = args.learning_rate * lr_multiplier(step, args)  # Muon's decays in proportion
-    log.progress(step, f"val_loss:{loss:.4f}", f" data_hash:{data_hash} lr:{lr:.3g}")
+        with agreement() as facts:
+            facts["the checksum of their weights"] = checksum
+    lr = args.learning_rate * lr_multiplier(run.step, args)  # Muon's decays in proportion
+    log.progress(run.step, f"val_loss:{loss:.4f}", f" data_hash:{run.data_hash:012x} lr:{lr:.3g}")
     # A run that repeats its text may overfit, so it also keeps its best weights.
-    if args.val_loss_every and epochs(args, train_loader) > 1:
-        is_best = log.best_loss is None or loss < log.best_loss
-        if is_best and save_weights(gpt, step, loss, log.folder / "best.pt", log, args):
-            log.best_loss = loss
+    is_best = args.val_loss_every and run.epochs > 1 and loss < run.best_loss
+    if is_best and save(run, "best.pt", val_loss=loss):
+        run.best_loss = loss
     return loss
 
 
-def read_batch_or_stop(train_loader, stop):
-    """Collective: return this rank's next batch; raise StopTraining if any rank must stop."""
-    batch, failure = None, ""
-    try:
-        batch = train_loader.read_batch()
-    except UserError as error:
-        failure = str(error)
-    stop.check_ranks(failure)
-    return batch
+def read_batch(run):
+    """Collective: return (inputs, targets, hash of the global batch) of the next step.
 
-
-def train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop):
-    """Collective: train, validating periodically; return the last validation loss.
-
-    Raises StopTraining if a rank must stop. The model and train_loader are then in the state
-    after the last complete step. Raises UserError if a loss is not finite.
+    Raises StopTraining if one of the ranks cannot read its part, or must stop for another reason.
     """
+    batch = None
+    try:
+        batch = run.train_loader.batch(run.step)
+    except (UserError, OSError) as error:
+        run.stop.reason = one_line(error)
+    run.stop.check()
+    inputs, targets, rank_hash = batch
+    batch_hash = sum_over_ranks(torch.tensor(rank_hash)).item()
+    return inputs, targets, batch_hash
+
+
+def train(run):
+    """Collective: train up to the last step, validating periodically; return the last val_loss.
+
+    Raises StopTraining if a rank must stop. The run is then in the state after its last complete
+    step. Raises UserError if a loss is not finite.
+    """
+    args, log = run.args, run.log
+    first_step = run.step
     steps = range(first_step, args.num_iterations)
     if log.live:
-        steps = tqdm(
-            steps,
-            initial=first_step,
-            total=args.num_iterations,
-            unit="tok",
-            unit_scale=train_loader.tokens_per_step,
-        )
+        scale, total = run.train_loader.tokens_per_step, args.num_iterations
+        steps = tqdm(steps, initial=first_step, total=total, unit="tok", unit_scale=scale)
     smooth_loss = val_loss = math.nan
     for step in steps:
         if args.val_loss_every and step % args.val_loss_every == 0:
-            val_loss = validate(step, args, log, gpt, train_loader, val_loader, stop.check)
+            val_loss = validate(run)
         if args.save_every and step % args.save_every == 0 and step > first_step:
-            save_checkpoint(gpt, optimizers, train_loader, log, args)
+            save_checkpoint(run)
         lr_scale = lr_multiplier(step, args)
         with log.timed("train"):
-            inputs, targets = read_batch_or_stop(train_loader, stop)
-            loss, norms = train_step(gpt, optimizers, inputs, targets, lr_scale, args, stop.check)
+            inputs, targets, batch_hash = read_batch(run)
+            loss, norms = train_step(
+                run.model, run.optimizers, inputs, targets, lr_scale, args, run.stop.check
+            )
             loss = loss.item()
-            train_loader.advance()
-        log.progress(step + 1, f"train_loss:{loss:.4f}", show=not log.live)
+        run.step = step + 1
+        run.data_hash = (run.data_hash + batch_hash) % 2**48
+        log.progress(run.step, f"train_loss:{loss:.4f}", show=not log.live)
         if not math.isfinite(loss):
-            named_norms = zip(gpt.named_parameters(), norms.tolist())
+            named_norms = zip(run.model.named_parameters(), norms.tolist())
             bad = [name for (name, _), norm in named_norms if not math.isfinite(norm)]
             bad_of_ranks = all_gather_objects(bad)
             raise UserError(
-                f"train_loss is {loss} at step {step + 1}: lower the learning rates; parameters "
+                f"train_loss is {loss} at step {run.step}: lower the learning rates; parameters "
                 f"with non-finite gradients, by rank: {bad_of_ranks}"
             )
         smooth_loss = loss if step == first_step else 0.9 * smooth_loss + 0.1 * loss
         if log.live:
-            steps.set_postfix(step=step + 1, loss=smooth_loss, lr=f"{lr_scale:.0%}", val=val_loss)
-    val_loss = validate(args.num_iterations, args, log, gpt, train_loader, val_loader, stop.check)
-    if not math.isfinite(val_loss):
-        raise UserError(f"the run diverged: val_loss is {val_loss}; lower the learning rates")
+            steps.set_postfix(step=run.step, loss=smooth_loss, lr=f"{lr_scale:.0%}", val=val_loss)
+    val_loss = validate(run)
+    require(math.isfinite(val_loss), f"the run diverged: {val_loss=}; lower the learning rates")
     if args.save_every:
-        save_checkpoint(gpt, optimizers, train_loader, log, args)
+        save_checkpoint(run)
     return val_loss
 
 
-def resume_command(run_id, world_size):
-    """Return the command that continues a run.
+# ---- Log and checkpoints: what a run knows, writes and restores ---------------------------------
+class Log:
+    """Prints lines and appends them to a file, on rank 0 only. Measures the time of each phase.
 
-    run.sh exports RUN_COMMAND, the command as the user typed it.
+    Lines are kept in memory until start_writing() is called, and while the disk is full.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:  # several machines
-        return f"the same command with --run_id={run_id} --resume=auto"
-    torchrun = f"torchrun --standalone --nproc_per_node={world_size}"
-    launcher = "python" if world_size == 1 else torchrun
-    command = os.environ.get("RUN_COMMAND", f"{launcher} {shlex.join(sys.argv)}")
-    for argument in f"--run_id={run_id}", "--resume=auto":
-        if argument not in command.split():
-            command += f" {argument}"
-    return command
+
+    def __init__(self, path, rank, num_iterations):
+        self.path = path
+        self.rank = rank
+        self.num_iterations = num_iterations
+        self.seconds = Counter()  # spent in each phase
+        self.file = None
+        self.unwritten = b""
+        # whether a progress bar replaces the line of each step
+        self.live = rank == 0 and tqdm is not None and os.isatty(1) and os.isatty(2)
+
+    def start_writing(self):
+        """Open the file, which may raise OSError, and write what has been logged so far."""
+        self.file = open(self.path, "ab", buffering=0)
+        self.write()
+
+    def write(self):
+        """Write as much as possible. If the disk is full, training continues."""
+        with contextlib.suppress(OSError):
+            written = self.file.write(self.unwritten)
+            self.unwritten = self.unwritten[written:]
+
+    def __call__(self, line, show=True):
+        """Log a line and, if show, print it on the terminal."""
+        if self.rank != 0:
+            return
+        self.unwritten += f"{line}\n".encode()
+        if self.file is not None:
+            self.write()
+        if show and sys.stdout is not None:
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                if self.live:
+                    tqdm.write(line)  # above the progress bar
+                else:
+                    print(line, flush=True)
+
+    @contextlib.contextmanager
+    def timed(self, phase):
+        """Add the duration of a with block to the total of a phase, unless the block raises.
+
+        The block must end by synchronizing with the device, for example with .item().
+        """
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
+    def progress(self, step, result, more="", show=True):
+        """Log a result after `step` steps, with the training time so far."""
+        ms = 1000 * self.seconds["train"]
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        self(f"step:{step}/{self.num_iterations} {result} {times}{more}", show)
 
 
-def save_and_stop(failure, gpt, optimizers, train_loader, log, args):
-    """Collective: save a checkpoint after the last complete step and report why the run stops.
+@dataclasses.dataclass
+class Run:
+    """A run: what it trains, and how far it has come."""
 
-    Raises UserError if the checkpoint cannot be written, or if a failure stopped the run.
-    """
-    step = train_loader.position // train_loader.tokens_per_step
-    if not save_checkpoint(gpt, optimizers, train_loader, log, args):
-        last = log.checkpoints[-1] if log.checkpoints else "the last checkpoint"
-        raise UserError(f"stopped after step {step} without saving: progress since {last} is lost")
-    command = resume_command(log.folder.name, train_loader.world_size)
-    log(f"saved {log.folder}/{checkpoint_name(step)}; to continue: {command}")
-    if failure:
-        raise UserError(f"stopped after step {step} (checkpoint saved): {failure}")
-    log(f"stopped by a signal after step {step}")
+    args: Hyperparameters
+    rank: int
+    world_size: int
+    device: torch.device
+    model: GPT
+    optimizers: list
+    train_loader: DistributedDataLoader
+    validation_tokens: np.ndarray  # uint16; the last one is only a target
+    log: Log
+    stop: StopRequest
+    step: int = 0  # number of complete steps
+    data_hash: int = 0  # of all tokens that these steps have trained on
+    best_loss: float = math.inf  # validation loss of the weights in best.pt
+    lock: object = None  # an open file, which keeps other processes out of the folder
 
-
-def run(args, log, gpt, optimizers, train_loader, val_loader, stop):
-    """Collective: resume or start, compile, train; return what main returns."""
-    first_step = resume(args, gpt, optimizers, train_loader, log)
-    log.header(args, gpt, optimizers, train_loader, val_loader)
-    if args.resume:
-        log(f"resume={args.resume}: continuing after step {first_step}")
-    times_read = epochs(args, train_loader)
-    if times_read > 10:
-        log(
-            f"this run reads the training text {times_read:.0f} times, so expect overfitting: add "
-            f"text, or lower --num_iterations"
+    def __post_init__(self):
+        stream = self.train_loader.stream
+        sequences = self.args.batch_size // self.world_size
+        self.micro_batch = micro_batch_size(sequences, self.args.device_batch_size)
+        self.tokens = self.args.num_iterations * self.train_loader.tokens_per_step
+        self.epochs = self.tokens / stream.total_tokens  # times that the run reads its text
+        self.folder = self.log.path.with_suffix("")
+        # What the result depends on besides the settings. All files of the run store it.
+        self.facts = dict(
+            val_hash=hashlib.sha256(self.validation_tokens).hexdigest()[:16],
+            train_shards=stream.contents,
+            encoding=stream.encoding,
+            optimizer_names=[type(optimizer).__name__ for optimizer in self.optimizers],
+            matmul_dtype=str(self.model.dtype),
+            torch=str(torch.__version__),
+            source=hashlib.sha256(SOURCE.encode()).hexdigest()[:16],
         )
-    if first_step == 0 and args.init:
-        log(f"starting from the weights in {args.init}")
-    elif first_step == 0:
-        log("a high first loss is expected: an untrained tied head predicts the input token")
-    if args.compile:
-        log("compiling (up to a minute)")
-    with log.timed("compile"):
-        seconds_per_micro_batch = warm_up(gpt, args, val_loader)
-    micro_batches = train_loader.tokens_per_step / val_loader.tokens_per_step
-    seconds = seconds_per_micro_batch * micro_batches
-    seconds_left = timedelta(seconds=round(seconds * (args.num_iterations - first_step)))
-    log(f"about {seconds:.2g} s per step, {seconds_left} remaining")
-    failure = None
+
+
+def log_header(run):
+    """Log what defines a run: source, settings, environment, data, optimizers."""
+    args, log, commit = run.args, run.log, ""
+    log(SOURCE, show=False)
+    for name, value in vars(args).items():
+        log(f"hyperparameter {name}={value!r}", show=False)
+    git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40"]
+    with contextlib.suppress(OSError):  # git is not installed
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    log(f"torch:{torch.__version__} commit:{commit}")
+    device, threads, dtype = device_name(run.device), torch.get_num_threads(), run.model.dtype
+    log(f"device:{device} processes:{run.world_size} threads:{threads} products:{dtype}")
+    tokens, val_hash = run.train_loader.stream.total_tokens, run.facts["val_hash"]
+    log(f"train_tokens:{tokens} val_hash:{val_hash} micro_batch:{run.micro_batch}")
+    for optimizer in run.optimizers:
+        values = sum(p.numel() for p in params_of(optimizer))
+        log(f"{type(optimizer).__name__} parameters:{values}")
+    if args.dtype == "auto" and dtype == torch.float32:
+        log("dtype=auto picked float32, because this device has no native bfloat16")
+    if run.epochs > 10:
+        fix = "expect overfitting: add text, or lower --num_iterations"
+        log(f"this run reads the training text {run.epochs:.0f} times, so {fix}")
+
+
+def device_name(device):
+    """Return the name of the GPU, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    return platform.machine()
+
+
+def peak_memory(device):
+    """Return peak memory in MiB: allocated by PyTorch on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS reports bytes
+
+
+FORMAT = 2  # version of the .pt files
+CRC32_OF_COMPLETE_FILES = 0x2144DF1C  # of any bytes followed by their own crc32
+
+
+def crc32_of_file(path):
+    """Return the crc32 of a whole file."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def is_complete(path):
+    """Return whether a file that save() wrote is there and undamaged."""
+    return path.is_file() and crc32_of_file(path) == CRC32_OF_COMPLETE_FILES
+
+
+def read_pt(path):
+    """Return the dict in a file that save() wrote. Raises UserError for any other file."""
+    require(is_complete(path), f"{path} is not a complete file of train_gpt2.py")
     try:
-        val_loss = train(args, log, gpt, optimizers, train_loader, val_loader, first_step, stop)
-    except StopTraining as reason:
-        failure = reason.failure
-    if failure is not None:
-        save_and_stop(failure, gpt, optimizers, train_loader, log, args)
+        state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
+        version = state["format"]
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a malformed file may cause any
+        raise UserError(f"{path} was not written by this train_gpt2.py ({error!r})") from None
+    fix = "use the version of train_gpt2.py that wrote it"
+    require(version == FORMAT, f"{path} has format {version}, not {FORMAT}: {fix}")
+    require_finite(state, path)
+    return state
+
+
+def require_finite(state, path):
+    """Raise UserError if a tensor within nested dicts and lists is not finite."""
+    for value in tree_leaves(state):
+        finite = not isinstance(value, torch.Tensor) or value.isfinite().all()
+        require(finite, f"non-finite value in {path}: lower the learning rates")
+
+
+def save(run, name, **more):
+    """Write the weights, settings and facts of a run, and more; return whether it succeeded.
+
+    Only rank 0 writes, atomically; the others return True. A failure, such as a full disk, is
+    logged. All ranks raise UserError if a tensor is not finite.
+    """
+    path, partial = run.folder / name, run.folder / "partial"
+    settings, model = vars(run.args), run.model.state_dict()
+    state = dict(format=FORMAT, run_id=run.folder.name, step=run.step, hyperparameters=settings)
+    state |= dict(**run.facts, model=model, **more)
+    require_finite(state, path)
+    if run.rank != 0:
+        return True
+    try:
+        with run.log.timed("checkpoint"), open(partial, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            # torch.load ignores these four bytes.
+            file.write(crc32_of_file(partial).to_bytes(4, "little"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        return True
+    except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
+        run.log(f"warning: {name} was not written ({error.__context__ or error})")
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)  # frees the space of the partial file
+        return False
+
+
+def checkpoints_in(folder):
+    """Return the paths of a run's checkpoints, oldest first."""
+    return sorted(folder.glob("state_step" + 10 * "[0-9]" + ".pt"))
+
+
+def save_checkpoint(run):
+    """Collective: save what a run needs to resume, and delete old checkpoints.
+
+    Return the path of the checkpoint, or None on rank 0 if it could not be written. All ranks raise
+    UserError if a value is not finite.
+    """
+    optimizer_states = []
+    for optimizer in run.optimizers:
+        get_state = getattr(optimizer, "full_state_dict", optimizer.state_dict)
+        optimizer_states.append(get_state())
+    path = run.folder / f"state_step{run.step:010d}.pt"
+    seconds = run.log.seconds["train"]
+    progress = dict(data_hash=run.data_hash, best_loss=run.best_loss, train_seconds=seconds)
+    if not save(run, path.name, optimizers=optimizer_states, **progress):
         return None
-    log.summary(args, train_loader, gpt, val_loss)
-    return val_loss
+    if run.rank == 0:
+        up_to_now = [other for other in checkpoints_in(run.folder) if other <= path]
+        for old in up_to_now[: -run.args.keep_checkpoints]:
+            try:
+                old.unlink()
+            except OSError as error:
+                run.log(f"warning: an old checkpoint was not deleted ({one_line(error)})")
+    return path
+
+
+def claim_run_id(run):
+    """Make this process the only one that writes the files of its run_id. Only rank 0 calls it.
+
+    Raises UserError if the run_id belongs to another run, and OSError if its folder is unusable.
+    """
+    log, folder = run.log.path, run.folder
+    has_log = log.exists() and (not log.is_file() or log.stat().st_size > 0)
+    has_run = has_log or any(folder.glob("*.pt"))
+    fix = "pass another --run_id"
+    new = run.args.resume != "auto"
+    require(not (new and has_run), f"{folder} exists: {fix}, or --resume=auto to continue it")
+    require(not has_log or folder.exists(), f"{log} is not the log of a run in {folder}: {fix}")
+    folder.mkdir(parents=True, exist_ok=True)
+    run.lock = open(folder / "lock", "w")
+    try:
+        fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is training {folder}: stop it first") from None
+
+
+def restore(run):
+    """Load what a run starts from. Return "new", "continued" or "finished".
+
+    resume=auto loads the run's newest complete checkpoint, if there is one. Raises UserError if
+    there are checkpoints but none is complete, or if the file belongs to another experiment.
+    """
+    args, result = run.args, run.folder / "model.pt"
+    paths = [Path(args.resume)] if args.resume else []
+    if args.resume == "auto":
+        if result.exists():
+            settings = different_settings(read_pt(result), args, settings_in("model", "training"))
+            fix = f"pass another --run_id with --resume=CHECKPOINT or --init={result}"
+            require(not settings, f"{run.folder} has finished with {settings}: to go on, {fix}")
+            return "finished"
+        paths = checkpoints_in(run.folder)
+    for path in reversed(paths):
+        if is_complete(path):
+            load_checkpoint(run, path)
+            return "continued"
+        run.log(f"{path} is not a complete checkpoint")
+    require(not paths, "no checkpoint is complete: check --resume, or pass another --run_id")
+    if args.init:
+        load_init(run)
+    return "new"
+
+
+def different_settings(state, args, names):
+    """Return the saved values that differ from args, as arguments: "--n_layer=2 --seed=1"."""
+    # A setting missing from an older file counts as its default.
+    saved = vars(Hyperparameters()) | state["hyperparameters"]
+    changed = [name for name in names if saved[name] != getattr(args, name)]
+    return " ".join(f"--{name}={saved[name]}" for name in changed)
+
+
+def load_checkpoint(run, path):
+    """Restore a run from a checkpoint. Raises UserError if it belongs to another experiment."""
+    args, log, state = run.args, run.log, read_pt(path)
+    require("optimizers" in state, f"{path} holds only weights: start a new run with --init={path}")
+    names = [*settings_in("model", "training"), "val_tokens"]
+    if state["hyperparameters"]["num_iterations"] < args.num_iterations:
+        names.remove("num_iterations")  # a resumed run may be longer
+    settings = different_settings(state, args, names)
+    require(not settings, f"{path} was saved with other settings: pass {settings}")
+    check_facts(run, state, path)
+    load_weights(run, state, path)
+    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+        load_optimizer(optimizer, saved, log)
+    run.step, run.data_hash = state["step"], state["data_hash"]
+    run.best_loss = state["best_loss"]
+    log.seconds["train"] = state["train_seconds"]
+
+
+def check_facts(run, state, path):
+    """Raise UserError if a checkpoint is of other data or optimizers; log what else has changed."""
+    shards, saved_shards = run.facts["train_shards"], state["train_shards"]
+    tokens_read = state["step"] * run.train_loader.tokens_per_step
+    # Shards may be added, unless the run is shuffled or has already come to the end of its data.
+    if not run.args.shuffle and tokens_read < sum(size for size, _ in saved_shards):
+        shards = shards[: len(saved_shards)]
+    same = shards == saved_shards
+    files = run.args.train_files
+    require(same, f"{files!r} no longer holds the tokens that {path} was trained on")
+    for name, value in run.facts.items():
+        change = f"{path} was saved with {name}={state[name]}, and this run has {value}"
+        if name in ("source", "torch", "matmul_dtype") and value != state[name]:
+            run.log(change)
+        elif name != "train_shards":
+            require(value == state[name], f"{change}: restore the data, or build_optimizers")
+
+
+def load_weights(run, state, path):
+    """Load the model of a file. Raises UserError if it does not fit the model of this script."""
+    try:
+        run.model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit the model of this script: {error}") from None
+
+
+def load_init(run):
+    """Load the weights of --init. Raises UserError unless they fit the model and the data."""
+    path = Path(run.args.init)
+    state = read_pt(path)
+    settings = different_settings(state, run.args, settings_in("model"))
+    require(not settings, f"--init={path} holds another model: pass {settings}")
+    check_encodings(run.facts["encoding"], state["encoding"], f"--init={path}")
+    load_weights(run, state, path)
+
+
+def load_optimizer(optimizer, saved, log):
+    """Restore an optimizer as it was saved, except that this script decides its learning rates."""
+    groups = optimizer.param_groups
+    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
+        for name in group.keys() & saved_group.keys() - {"params", "lr", "initial_lr"}:
+            if group[name] != saved_group[name]:
+                log(f"{type(optimizer).__name__} continues with {name}={saved_group[name]}")
+    full_rates = [group["lr"] for group in groups]
+    optimizer.load_state_dict(saved)
+    for group, full_lr in zip(optimizer.param_groups, full_rates):
+        group["lr"] = group["initial_lr"] = full_lr
+
+
+def save_and_stop(run, reason):
+    """Collective: save a checkpoint after the last complete step and log why the run stops.
+
+    Raises UserError if that fails, or if it was not a signal that stopped the run.
+    """
+    path = save_checkpoint(run)
+    require(path, f"stopped after step {run.step} without saving a checkpoint: {reason}")
+    run_id = run.folder.name
+    run.log(f"saved {path}; to continue: the same command with --run_id={run_id} --resume=auto")
+    by_signal = reason == "a signal"
+    require(by_signal, f"stopped after step {run.step} (checkpoint saved): {reason}")
+    run.log(f"stopped by a signal after step {run.step}")
+
+
+def finish(run, val_loss):
+    """Save the weights; log times, speed, memory and the result.
+
+    Raises UserError if the weights cannot be saved.
+    """
+    log = run.log
+    log(" ".join(f"{phase}:{seconds:.1f}s" for phase, seconds in log.seconds.items()))
+    speed = run.tokens / log.seconds["train"]
+    memory = peak_memory(run.device)
+    # Training and validation compile one graph each. More graphs mean recompilation.
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    log(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
+    path = run.folder / "model.pt"
+    saved = save(run, path.name, val_loss=val_loss)
+    require(saved, f"{path} was not written, so the final weights are lost: free space")
+    log(f"weights: {path}; `bash run.sh sample` generates text from them")
+    if run.best_loss < val_loss:
+        best = run.folder / "best.pt"
+        log(f"weights of the best validation, val_loss:{run.best_loss:.4f}: {best}")
+    if log.unwritten and run.rank == 0:
+        log(f"warning: the disk is full, so {log.path} lacks the last lines")
+    target = f" target:{run.args.target_val_loss}" if run.args.target_val_loss else ""
+    log(f"result val_loss:{val_loss:.4f}{target}")
+
+
+# ---- Main ---------------------------------------------------------------------------------------
+def set_up(args, stop):
+    """Collective: return the Run that args describe, at step 0. It changes no file.
+
+    Raises UserError if the run is impossible, or if the ranks differ.
+    """
+    rank, world_size, device = join_processes(args)
+    configure_backend(args, device)
+    run_id = [args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(run_id, src=0)
+    with agreement() as facts:
+        loader, validation_tokens = open_data(args, rank, world_size, device)
+        args = dataclasses.replace(args, val_tokens=len(validation_tokens) - 1)
+        torch.manual_seed(args.seed)
+        model = GPT(args, choose_dtype(args, device)).to(device)
+        optimizers = build_optimizers(model, args, rank, world_size)
+        log = Log(Path(args.log_dir, f"{run_id[0]}.txt"), rank, args.num_iterations)
+        place = rank, world_size, device
+        run = Run(args, *place, model, optimizers, loader, validation_tokens, log, stop)
+        facts.update(vars(args))
+        facts.update(run.facts)
+    return run
 
 
 def main(args, stop=None):
     """Train a GPT as configured by args; return the last validation loss.
 
-    stop: a StopRequest, polled at every step and, in a single-process run, at every micro-batch.
-    Returns None if the run was stopped or had already finished.
+    stop: a StopRequest, checked before every micro-batch. Returns None if it stopped the run, or if
+    the run had already finished.
     """
-    stop = stop or StopRequest()
-    rank, world_size, device = join_processes(args)
-    configure_backend(args, device)
-    dtype = product_dtype(args, device)
-    source_hash = hashlib.sha256(SOURCE.encode()).hexdigest()[:16]
-    facts = {**vars(args), "source": source_hash, "dtype": dtype, "torch": torch.__version__}
-    check_ranks_agree(facts, "start all ranks with the same settings, source and versions")
-    on_all_ranks(check_memory, args)
-    train_loader, val_loader = on_all_ranks(open_data, args, rank, world_size, device)
-    args = dataclasses.replace(args, val_tokens=val_tokens_of(args, val_loader))
-    val_tokens = on_all_ranks(val_loader.read, 0, args.val_tokens + 1)
-    val_hash = hashlib.sha256(val_tokens).hexdigest()[:16]
-    check_ranks_agree({"val_hash": val_hash}, "give all machines the same val_files")
-    check_ranks_read_the_same(train_loader)
-
-    torch.manual_seed(args.seed)
-    gpt = GPT(args, dtype).to(device)
-    optimizers = build_optimizers(gpt, args, rank, world_size)
-    new_run_id = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
-    run_id = all_gather_objects(args.run_id or new_run_id)[0]
-    log = on_all_ranks(Log, args, run_id, rank)
-    log.val_hash = val_hash
-    result = all_gather_objects(log.result)[0]
-    val_loss = None
-    if not result:
-        val_loss = run(args, log, gpt, optimizers, train_loader, val_loader, stop)
-    elif rank == 0:
-        print(f"{log.path} is already finished; nothing to do: {result}")
+    run = set_up(args, stop or StopRequest())
+    log = run.log
+    with agreement() as facts:
+        if run.rank == 0:
+            claim_run_id(run)
+        start = restore(run)
+        facts["the step of the checkpoint"] = run.step
+    if start == "finished":
+        log(f"{run.folder} holds the result of this run; nothing to do")
+        leave_processes()
+        return None
+    log_header(run)
+    if args.resume:
+        log(f"resume={args.resume}: continuing after step {run.step}")
+    if start == "new" and args.init:
+        log(f"starting from the weights in {args.init}")
+    elif start == "new":
+        log("a high first loss is expected: an untrained tied head predicts the input token")
+    if args.compile:
+        log("compiling (up to a minute)")
+    with log.timed("compile"):
+        compile_model(run.model, run.args, *validation_batch(run, 0))
+    with agreement():
+        if run.rank == 0:
+            log.start_writing()  # not earlier, so that a run that cannot start leaves no log
+    try:
+        val_loss = train(run)
+        finish(run, val_loss)
+    except StopTraining as stopped:
+        val_loss = None
+        save_and_stop(run, reason=str(stopped))
     leave_processes()
     return val_loss
 
 
 def describe_failure(error):
     """Return a message for the user: one line, or a traceback for a bug."""
-    if isinstance(error, UserError):
-        return str(error)
+    if isinstance(error, (UserError, OSError)):
+        return one_line(error)
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     # PyTorch has no exception class for running out of CPU memory.
     if out_of_memory or "DefaultCPUAllocator" in str(error):
-        return "out of memory: pass a --device_batch_size below the micro_batch in the log"
+        return "out of memory: set --device_batch_size lower than the log's micro_batch"
     if dist.is_initialized() and isinstance(error, RuntimeError) and "gloo" in str(error):
-        return (
-            f"lost the connection to another rank; see its message or torchrun's summary ({error})"
-        )
+        lost = "lost the connection to another rank; see its message or torchrun's summary"
+        return f"{lost} ({error})"
     return "".join(traceback.format_exception(error)).rstrip()
 
 
 def cli(argv):
-    """Train as configured on the command line. On failure, print why and exit with status 1.
-
-    A UserError that every rank raises is printed only by rank 0.
-    """
+    """Train as configured on the command line. On failure, print why and exit with status 1."""
     from torch.distributed.elastic.multiprocessing.errors import record  # only needed here
 
     if sys.stdout is not None:
@@ -2008,19 +1855,18 @@ def cli(argv):
     try:
         record(main)(parse_args(argv), stop)  # reports a failed rank's message to torchrun
     except Exception as error:
+        # torchrun sends SIGTERM to the other ranks when one has failed. It must not stop this rank
+        # from printing its message.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         text = describe_failure(error)
-        on_every_rank = isinstance(error, UserError) and not isinstance(error, DataError)
-        if dist.is_initialized():
-            # torchrun sends SIGTERM to the other ranks when one has failed. It must not stop this
-            # rank from printing its message.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            first = dist.get_rank() == 0
-            if not on_every_rank:
-                text = f"rank {dist.get_rank()}: {text}"
-        else:
-            first = "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
-        if first or not on_every_rank:
-            print(f"train_gpt2.py: {text}", file=sys.stderr, flush=True)
+        connected = dist.is_initialized()
+        rank = os.environ.get("RANK" if connected else "LOCAL_RANK", "0")
+        # All ranks raise the same UserError, so one of them prints it: rank 0, or before they are
+        # connected, the first rank of each machine.
+        alone = "RANK" not in os.environ
+        if alone or rank == "0" or not isinstance(error, UserError):
+            where = "" if isinstance(error, UserError) or not connected else f"rank {rank}: "
+            print(f"train_gpt2.py: {where}{text}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 
