@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,6 @@ for folder in "", "data", "records/tools", "tests/bench":
 
 import train_gpt2  # noqa: E402
 
-STEP = "        lr_scale = lr_multiplier(step, args)\n"  # in train(), where a step begins
-KILL = STEP + "        if step == 4 and first_step == 0:\n            os.kill(os.getpid(), 9)\n"
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 TINY = {
@@ -119,18 +116,22 @@ def trained_run(request):
 
 
 def small_state(**settings):
-    """Return the contents of model.pt for a small untrained model."""
+    """Return what tools read of the model.pt of a small untrained model."""
     shape = dict(vocab_size=257, n_layer=1, n_head=1, n_embd=4, sequence_length=16)
     args = train_gpt2.Hyperparameters(**shape | settings)
     model = train_gpt2.GPT(args).state_dict()
-    return dict(hyperparameters=vars(args), val_loss=1.0, model=model)
+    return dict(
+        format=train_gpt2.FORMAT, run_id="small", step=args.num_iterations, val_loss=1.0,
+        hyperparameters=vars(args), encoding=None, matmul_dtype="torch.float32", model=model,
+    )  # fmt: skip
 
 
 def write_weights(path, state):
-    """Write model.pt as a run does; return its path."""
+    """Write a .pt file with a valid checksum, as a run does; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = train_gpt2.Log(train_gpt2.Hyperparameters(), "x", rank=1)  # writes no log
-    assert train_gpt2.write_checkpoint(state, path, log)
+    torch.save(state, path)
+    with open(path, "ab") as file:
+        file.write(train_gpt2.crc32_of_file(path).to_bytes(4, "little"))
     return path
 
 
@@ -177,26 +178,6 @@ def _script_main(script, arguments, environment, output):
     runpy.run_path(str(script), run_name="__main__")
 
 
-class StopAfter(train_gpt2.StopRequest):
-    """Acts as if a signal arrived after this many steps or forward passes."""
-
-    def __init__(self, steps=math.inf, passes=math.inf):
-        super().__init__()
-        self.steps, self.passes = steps, passes
-
-    def check_ranks(self, failure=""):
-        if self.steps == 0:
-            self.time = time.monotonic()
-        self.steps -= 1
-        super().check_ranks(failure)
-
-    def check(self):
-        if self.passes == 0:
-            self.time = time.monotonic()
-        self.passes -= 1
-        super().check()
-
-
 def run_forked(settings, processes=1, script=SCRIPT):
     """Run a script in processes forked from one that has imported torch, which saves seconds.
 
@@ -236,10 +217,35 @@ def trained(settings, processes=1, script=SCRIPT):
     return done.stdout
 
 
-def run_here(settings, steps=math.inf, passes=math.inf, **changes):
-    """Run in this process; stop after this many steps or forward passes. Return main's result."""
+class StopAfter(train_gpt2.StopRequest):
+    """Acts as if a signal arrived after this many checks: one per step and per forward pass."""
+
+    def __init__(self, checks):
+        super().__init__()
+        self.checks = checks
+
+    def check(self):
+        if self.checks == 0:
+            self.reason = "a signal"
+        self.checks -= 1
+        super().check()
+
+
+def run_here(settings, steps=math.inf, checks=math.inf, **changes):
+    """Run in this process; stop after this many steps or checks. Return main's result."""
     args = train_gpt2.Hyperparameters(**{**settings, **changes})
-    return train_gpt2.main(args, StopAfter(steps, passes))
+    read_batch = train_gpt2.read_batch
+    steps_left = [steps]
+
+    def read_batch_or_stop(run):
+        if steps_left[0] == 0:
+            run.stop.reason = "a signal"
+        steps_left[0] -= 1
+        return read_batch(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "read_batch", read_batch_or_stop)
+        return train_gpt2.main(args, StopAfter(checks))
 
 
 def options(settings):
@@ -247,15 +253,44 @@ def options(settings):
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
-def edited_script(folder, *changes):
-    """Write a copy of train_gpt2.py with replacements: each old text occurs exactly once."""
-    text = SCRIPT.read_text()
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    path = folder / "edited.py"
-    path.write_text(text)
+def launcher(folder, code, script=SCRIPT):
+    """Write a script that imports train_gpt2.py or a copy, runs code to patch it, and trains."""
+    path = folder / "launcher.py"
+    path.write_text(
+        f"""import contextlib, importlib.util, math, os, resource, signal, sys, time
+from pathlib import Path
+import torch
+spec = importlib.util.spec_from_file_location("train_gpt2", {str(script)!r})
+train_gpt2 = importlib.util.module_from_spec(spec)
+sys.modules["train_gpt2"] = train_gpt2
+spec.loader.exec_module(train_gpt2)
+{code}
+train_gpt2.cli(sys.argv[1:])
+"""
+    )
     return path
+
+
+def faulty_script(folder, fault, when="step == 4", rank=0, script=SCRIPT):
+    """Write a script that trains, in which one rank executes `fault` before a step, after saving.
+
+    `fault` and `when` are lines of Python, which know step, first_step and run.
+    """
+    condition = f'({when}) and os.environ.get("RANK", "0") == "{rank}"'
+    code = f"""
+read_batch = train_gpt2.read_batch
+first_step = None
+
+def faulty(run):
+    global first_step
+    step = run.step
+    first_step = step if first_step is None else first_step
+    if {condition}:
+        {fault}
+    return read_batch(run)
+
+train_gpt2.read_batch = faulty"""
+    return launcher(folder, code, script)
 
 
 def run_subprocess(settings, processes=1, script=SCRIPT, flags=()):
@@ -301,11 +336,11 @@ def checkpoints(folder):
 
 
 def bits(path):
-    """Return a bit-exact copy of a checkpoint without times, files and changeable settings."""
+    """Return a bit-exact copy of a checkpoint, less its times, its name and changeable settings."""
     state = torch.load(path, weights_only=True)
-    for name in train_gpt2.CHANGEABLE_ON_RESUME:
-        del state["hyperparameters"][name]
-    del state["train_seconds"], state["files"]
+    fixed = train_gpt2.settings_in("model", "training")
+    state["hyperparameters"] = {name: state["hyperparameters"][name] for name in fixed}
+    del state["train_seconds"], state["run_id"]
     return bits_of(state)
 
 

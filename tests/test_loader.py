@@ -11,7 +11,7 @@ from conftest import write_shard
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from train_gpt2 import DistributedDataLoader, UserError, check_shard
+from train_gpt2 import DistributedDataLoader, TokenStream, UserError, shard_size
 
 IN_ONE_FOLDER = [HealthCheck.function_scoped_fixture]
 CPU = torch.device("cpu")
@@ -26,74 +26,59 @@ def fresh_shards(folder, parts):
     return str(folder / "s_*.bin")
 
 
-def open_ranks(pattern, batch_size, T, world_size, state=None):
-    """Return the loaders of all ranks, in one process, at the position of `state`."""
-    loaders = []
-    for rank in range(world_size):
-        loaders.append(DistributedDataLoader(pattern, batch_size, T, rank, world_size, CPU))
-        if state and rank == 0:
-            loaders[0].load_state_dict(state)
-        loaders[rank].position = loaders[0].position
-    return loaders
+def open_ranks(pattern, batch_size, T, world_size, shuffle_seed=None):
+    """Return the loaders of all ranks, in one process."""
+    stream = TokenStream(pattern, 65536)
+    return [
+        DistributedDataLoader(stream, batch_size, T, rank, world_size, CPU, shuffle_seed)
+        for rank in range(world_size)
+    ]
 
 
-def next_window(loaders):
-    """Return the next inputs and targets of all ranks, concatenated."""
-    batches = [loader.next_batch() for loader in loaders]
-    for inputs, targets in batches:
-        assert inputs.dtype == targets.dtype == torch.int64
-        assert (
-            inputs.shape == targets.shape == (loaders[0].batch_size // len(loaders), loaders[0].T)
-        )
-    return [np.concatenate([part.numpy().ravel() for part in parts]) for parts in zip(*batches)]
-
-
-def common_state(loaders):
-    """Return state_dict() as it is in a process group, where data_hash sums over the ranks."""
-    state = loaders[0].state_dict()
-    state["data_hash"] = f"{sum(loader.hash_sum for loader in loaders) % 2**48:012x}"
-    return state
+def global_batch(loaders, step):
+    """Return (inputs, targets, hash) of a step: the parts of all ranks, put together."""
+    inputs, targets, hashes = zip(*[loader.batch(step) for loader in loaders])
+    shape = loaders[0].batch_size // len(loaders), loaders[0].T
+    for part in inputs + targets:
+        assert part.dtype == torch.int64 and part.shape == shape
+    return torch.cat(inputs), torch.cat(targets), sum(hashes) % 2**48
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=IN_ONE_FOLDER)
 @given(
     sizes=st.lists(st.integers(1, 200), min_size=1, max_size=5),
     T=st.integers(1, 9),
-    runs=st.lists(
-        st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([12, 24]), st.integers(0, 12)),
-        min_size=1,
-        max_size=4,
-    ),
+    world_size=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    steps=st.lists(st.integers(0, 40), min_size=1, max_size=6),
 )
-def test_the_batches_of_all_ranks_are_the_stream(tmp_path, sizes, T, runs):
-    """Each run continues where the previous one stopped, with any number of ranks and batch size.
+def test_the_batch_of_a_step_is_the_stream(tmp_path, sizes, T, world_size, steps):
+    """It depends only on the step: not on the number of ranks or on earlier calls.
 
     The stream starts over at its end, even within a step.
     """
     stream = np.arange(sum(sizes))
     pattern = fresh_shards(tmp_path, np.split(stream, np.cumsum(sizes)[:-1]))
-    state, position = None, 0
-    for world_size, batch_size, steps in runs:
-        loaders = open_ranks(pattern, batch_size, T, world_size, state)
-        for _ in range(steps):
-            inputs, targets = next_window(loaders)
-            expected = np.arange(position, position + batch_size * T + 1) % len(stream)
-            assert (inputs == expected[:-1]).all() and (targets == expected[1:]).all()
-            position += batch_size * T
-        state = common_state(loaders)
-        assert state["position"] == position
-    whole = open_ranks(pattern, 1, T, 1)
-    for _ in range(position // T):
-        whole[0].next_batch()
-    assert common_state(whole) == state
+    ranks, alone = open_ranks(pattern, 12, T, world_size), open_ranks(pattern, 12, T, 1)
+    for step in steps:
+        inputs, targets, batch_hash = global_batch(ranks, step)
+        expected = np.arange(step * 12 * T, (step + 1) * 12 * T + 1) % len(stream)
+        assert (inputs.flatten().numpy() == expected[:-1]).all()
+        assert (targets.flatten().numpy() == expected[1:]).all()
+        assert batch_hash == global_batch(alone, step)[2]
 
 
-# ---- The hash of all tokens so far, and the fingerprint of the latest ---------------------------
+def test_inputs_and_targets_share_no_memory(tmp_path):
+    (loader,) = open_ranks(fresh_shards(tmp_path, [range(100)]), 4, 5, 1)
+    inputs, targets, _ = loader.batch(0)
+    targets.fill_(-1)
+    assert inputs.flatten().tolist() == [*range(20)] and inputs.is_contiguous()
+
+
+# ---- What identifies tokens: the hash of batches, the contents of a stream ----------------------
 def test_the_hash_depends_on_every_token_and_on_the_order(tmp_path):
     def data_hash(tokens):
-        loader = open_ranks(fresh_shards(tmp_path, [tokens]), 4, 5, 1)[0]
-        loader.next_batch(), loader.next_batch()
-        return loader.data_hash()
+        (loader,) = open_ranks(fresh_shards(tmp_path, [tokens]), 4, 5, 1)
+        return f"{(loader.batch(0)[2] + loader.batch(1)[2]) % 2**48:012x}"
 
     stream = np.arange(41)
     swapped = np.concatenate([stream[20:40], stream[:20], stream[40:]])
@@ -104,35 +89,32 @@ def test_the_hash_depends_on_every_token_and_on_the_order(tmp_path):
     assert data_hash(stream) == "0026d143b4b5"
 
 
-def test_a_state_of_other_tokens_is_rejected(tmp_path):
-    stream = np.arange(200)
-    pattern = fresh_shards(tmp_path, np.split(stream, 2))
-    loader = open_ranks(pattern, 2, 5, 1)[0]
-    for _ in range(12):
-        loader.next_batch()
-    state = loader.state_dict()
-    assert state["position"] == 120
+@settings(deadline=None, max_examples=40, suppress_health_check=IN_ONE_FOLDER)
+@given(data=st.data(), size=st.integers(2, 300_000))
+def test_contents_change_with_any_token_of_a_small_shard(tmp_path, data, size):
+    tokens = np.arange(size) % 1000
+    before = TokenStream(fresh_shards(tmp_path, [range(9), tokens]), 65536).contents
+    assert [size for size, _ in before] == [9, size]
+    tokens[data.draw(st.integers(0, size - 1))] += 1
+    after = TokenStream(fresh_shards(tmp_path, [range(9), tokens]), 65536).contents
+    assert after[0] == before[0] and after[1] != before[1]
 
-    def restored(*parts, **changes):
-        (other,) = open_ranks(fresh_shards(tmp_path, parts), 2, 5, 1, {**state, **changes})
-        return other.next_batch()[0][0, 0].item()
 
-    assert restored(stream) == 120  # divided into shards differently
-    later = np.where(np.arange(200) > 120, 7, stream)
-    assert restored(later, stream) == 120  # other tokens, but later ones
-    others = [np.where(np.arange(200) == i, 999, stream) for i in (0, 77, 120)]
-    for tokens in [stream[1:], *others]:
-        with pytest.raises(UserError, match="no longer holds"):
-            restored(tokens)
-    with pytest.raises(UserError, match="no longer holds"):
-        restored(stream, position=130)
+def test_contents_cover_128_parts_of_a_large_shard(tmp_path):
+    tokens = np.zeros(10_000_000, np.uint16)
+    before = TokenStream(fresh_shards(tmp_path, [tokens]), 65536).contents
+    for place, noticed in (0, True), (70_000, False), (79_000, True), (9_950_000, True):
+        edited = tokens.copy()
+        edited[place] = 1
+        after = TokenStream(fresh_shards(tmp_path, [edited]), 65536).contents
+        assert (after != before) == noticed, place
 
 
 # ---- Damaged and changing files -----------------------------------------------------------------
 def is_rejected(path):
     """Return whether a file is not a shard; train_gpt2.py and data/shards.py must agree."""
     try:
-        size, _ = check_shard(path)
+        size = shard_size(path)
     except UserError as error:
         assert str(path) in str(error) and "\n" not in str(error)
         with pytest.raises(ValueError, match=path.name):
@@ -153,7 +135,7 @@ def test_the_loader_reads_what_the_tools_write(tmp_path, parts):
     assert path.read_bytes() == write_shard(tmp_path / "other", stream).read_bytes()
     assert is_rejected(path) == (len(stream) == 0)
     if len(stream):
-        assert (open_ranks(str(path), 1, 1, 1)[0].read(0, len(stream)) == stream).all()
+        assert (TokenStream(str(path), 65536).read(0, len(stream)) == stream).all()
 
 
 WHOLE = (
@@ -187,7 +169,7 @@ def test_a_damaged_file_is_a_clear_error(tmp_path, start, removed, added):
     path.write_bytes(content)
     phrase = "is not a complete shard" if is_rejected(path) else "but vocab_size=64"
     with pytest.raises(UserError, match=rf"s_0\.bin .*{phrase}"):
-        DistributedDataLoader(str(path), 1, 13, 0, 1, CPU, vocab_size=64)
+        TokenStream(str(path), 64)
 
 
 UNUSABLE = [
@@ -204,12 +186,15 @@ UNUSABLE = [
 @pytest.mark.parametrize("phrase, spoil", UNUSABLE)
 def test_unusable_data_are_rejected(phrase, spoil, tmp_path):
     pattern = fresh_shards(tmp_path, [range(100)])
-    DistributedDataLoader(pattern, 6, 4, 0, 3, CPU)
-    with pytest.raises(UserError, match="must be a multiple of the 3 ranks"):
-        DistributedDataLoader(pattern, 8, 4, 0, 3, CPU)
+    TokenStream(pattern, 100)
     spoil(tmp_path)
     with pytest.raises(UserError, match=phrase):
-        DistributedDataLoader(pattern, 6, 4, 0, 3, CPU)
+        TokenStream(pattern, 100)
+
+
+def test_the_ranks_must_divide_the_batch(tmp_path):
+    with pytest.raises(UserError, match="must be a multiple of the 3 ranks"):
+        open_ranks(fresh_shards(tmp_path, [range(100)]), 8, 4, 3)
 
 
 def replace(path):
@@ -228,82 +213,63 @@ CHANGES = {  # of a shard of 5000 tokens
 def test_a_shard_that_changes_while_in_use_is_an_error(tmp_path, change):
     """A new mode, link or name is no change."""
     stream = np.arange(20000)
-    pattern = fresh_shards(tmp_path, np.split(stream, 4))
-    loader = open_ranks(pattern, 2, 50, 1)[0]
+    (loader,) = open_ranks(fresh_shards(tmp_path, np.split(stream, 4)), 2, 50, 1)
     path = tmp_path / "s_1.bin"
     path.chmod(0o600)
     os.link(path, path.with_suffix(".link"))
     path.rename(path.with_suffix(".x")).rename(path)
-    seen = [loader.next_batch()[0].numpy().ravel() for _ in range(60)]  # reads 1,000 tokens of it
-    assert (np.concatenate(seen) == stream[:6000]).all()
+    assert loader.batch(60)[0][0, 0] == 6000
     before = path.stat()
     CHANGES[change](path)
     if change in ("replaced", "truncated"):  # noticed even with the old time
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    phrase = r"s_1\.bin (changed while in use|is not a complete shard|is not a file)"
-    with pytest.raises(UserError, match=phrase):
-        loader.next_batch()
+    with pytest.raises((UserError, OSError), match=r"s_1\.bin"):
+        loader.batch(60)
 
 
 def test_an_id_beyond_the_vocabulary_never_reaches_the_device(tmp_path):
-    """The first tokens of each shard are checked at once, the others when they are read."""
-    stream = np.arange(121_000) % 70
-    stream[115_000] = 70
-    pattern = fresh_shards(tmp_path, np.split(stream, [1000]))
-    loader = DistributedDataLoader(pattern, 1, 1000, 0, 1, CPU, vocab_size=70)
-    for _ in range(114):
-        assert loader.next_batch()[1].max() < 70
+    """Every token is checked when it is read. Small shards are read whole at the start."""
+    stream = np.arange(9_000_000) % 70
+    bad = 100 * (len(stream) // 128) + 2**16 + 1000  # between two parts that the checksum reads
+    stream[bad] = 70
+    small = fresh_shards(tmp_path / "small", [stream[:99], stream[bad - 99 : bad + 99]])
     with pytest.raises(UserError, match=r"s_1\.bin holds token 70, but vocab_size=70"):
-        loader.next_batch()
+        TokenStream(small, 70)
+    large = TokenStream(fresh_shards(tmp_path, [stream]), 70)
+    assert large.read(bad - 1000, 1000).max() < 70
+    with pytest.raises(UserError, match=r"s_0\.bin holds token 70, but vocab_size=70"):
+        large.read(bad - 999, 1000)
 
 
 def test_shards_are_read_in_the_order_of_their_names(tmp_path):
     """Which is lexical: s_0, s_1, s_10, s_100, ..., s_2. A batch may span many of them."""
     parts = np.split(np.arange(240), 120)
-    loader = open_ranks(fresh_shards(tmp_path, parts), 2, 110, 1)[0]
+    (loader,) = open_ranks(fresh_shards(tmp_path, parts), 2, 110, 1)
     expected = np.concatenate([parts[i] for i in sorted(range(120), key=str)])
-    assert (loader.next_batch()[0].numpy().ravel() == expected[:220]).all()
+    assert (loader.batch(0)[0].numpy().ravel() == expected[:220]).all()
 
 
 # ---- Shuffled sequences -------------------------------------------------------------------------
-def shuffled(pattern, seed=7, world_size=1, rank=0, position=0):
-    return DistributedDataLoader(
-        pattern, 4, 5, rank, world_size, CPU, shuffle_seed=seed, position=position
-    )
-
-
 def test_a_shuffled_epoch_reads_every_sequence_once(tmp_path):
     pattern = fresh_shards(tmp_path, [range(57), range(57, 100)])  # 20 sequences: 5 steps an epoch
-    loader = shuffled(pattern)
+    (loader,) = open_ranks(pattern, 4, 5, 1, shuffle_seed=7)
     epochs = []
-    for _ in range(3):
-        batches = [loader.next_batch() for _ in range(5)]
-        inputs = torch.cat([inputs for inputs, _ in batches])
-        targets = torch.cat([targets for _, targets in batches])
+    for epoch in range(3):
+        batches = [loader.batch(step) for step in range(5 * epoch, 5 * epoch + 5)]
+        inputs = torch.cat([inputs for inputs, *_ in batches])
+        targets = torch.cat([targets for _, targets, _ in batches])
         assert sorted(inputs.flatten().tolist()) == [*range(100)]
         assert torch.equal(targets, (inputs[:, :1] + torch.arange(1, 6)) % 100)
         epochs.append(inputs.tolist())
     assert epochs[0] != epochs[1] != epochs[2]
-    assert shuffled(pattern).next_batch()[0].tolist() == epochs[0][:4]
-    assert shuffled(pattern, seed=8).next_batch()[0].tolist() != epochs[0][:4]
+    for seed, same in (7, True), (8, False):
+        (other,) = open_ranks(pattern, 4, 5, 1, shuffle_seed=seed)
+        assert (other.batch(0)[0].tolist() == epochs[0][:4]) == same
 
 
-def test_a_shuffled_run_notices_text_added_while_it_was_stopped(tmp_path):
+def test_a_shuffled_order_does_not_depend_on_the_ranks(tmp_path):
     pattern = fresh_shards(tmp_path, [range(100)])
-    loader = shuffled(pattern)
-    loader.next_batch()
-    same = shuffled(pattern, position=loader.position)
-    assert same.fingerprint() == loader.fingerprint()
-    write_shard(tmp_path / "s_9.bin", range(100, 150))
-    longer = shuffled(pattern, position=loader.position)
-    assert longer.fingerprint() != loader.fingerprint()
-
-
-def test_a_shuffled_order_depends_on_neither_the_ranks_nor_an_interruption(tmp_path):
-    pattern = fresh_shards(tmp_path, [range(100)])
-    alone = shuffled(pattern)
-    for step in range(12):
-        expected = alone.next_batch()
-        parts = [shuffled(pattern, 7, 2, rank, 20 * step).next_batch() for rank in (0, 1)]
-        for whole, halves in zip(expected, zip(*parts)):
-            assert torch.equal(whole, torch.cat(halves))
+    alone, ranks = (open_ranks(pattern, 4, 5, count, shuffle_seed=7) for count in (1, 2))
+    for step in 11, 3, 0:  # in any order
+        for whole, parts in zip(global_batch(alone, step), global_batch(ranks, step)):
+            assert torch.equal(torch.as_tensor(whole), torch.as_tensor(parts))
