@@ -180,10 +180,14 @@ def check_setting(field, value):
         require(low <= value <= high, f"{name}={value!r} must be a number between {low} and {high}")
 
 
+def group_of(field):
+    """Return the group of a setting; one without setting() counts as "training"."""
+    return field.metadata.get("group", "training")
+
+
 def settings_in(*groups):
     """Return the names of the settings in some groups."""
-    fields = dataclasses.fields(Hyperparameters)
-    return [field.name for field in fields if field.metadata.get("group") in groups]
+    return [f.name for f in dataclasses.fields(Hyperparameters) if group_of(f) in groups]
 
 
 # --preset=NAME replaces defaults; settings on the command line override the preset.
@@ -271,7 +275,7 @@ def build_parser(defaults):
     converters = {bool: boolean, int: int, float: float}
     groups = {}
     for field in dataclasses.fields(Hyperparameters):
-        title = field.metadata.get("group", "other")
+        title = group_of(field)
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         choices = get_args(field.type)  # the values of a Literal

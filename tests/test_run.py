@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from conftest import (
     ROOT,
-    STEP,
-    StopAfter,
+    SCRIPT,
     both_dtypes,
-    edited_script,
+    faulty_script,
     last_bits,
+    launcher,
     options,
     run_forked,
     run_here,
@@ -33,6 +33,8 @@ from conftest import (
 
 import train_gpt2
 from train_gpt2 import GPT, PRESETS, Hyperparameters, UserError, build_optimizers, parse_args
+
+CPU = torch.device("cpu")
 
 
 # ---- Settings -----------------------------------------------------------------------------------
@@ -91,6 +93,7 @@ def test_presets_are_settings_that_others_override():
         ("[]", [], None),
         ("no json", [], None),
         ('{"vocab_size": "x"}', [], None),
+        ('{"vocab_size": 1e999}', [], None),
     ],
 )
 def test_the_vocabulary_size_comes_from_the_manifest_of_packed_data(
@@ -141,37 +144,57 @@ def test_invalid_settings_are_rejected(argument, sentence):
         parse_args([argument])
 
 
+def test_a_setting_of_an_unsupported_type_or_unknown_name_is_named(monkeypatch):
+    """As a user would add it, also if only the help is wanted."""
+    n_layer = Hyperparameters.__dataclass_fields__["n_layer"]
+    for kind in list, int | None:
+        monkeypatch.setattr(n_layer, "type", kind)
+        with pytest.raises(UserError, match="n_layer has the type"):
+            train_gpt2.parse_args(["--help"])
+    monkeypatch.undo()
+    monkeypatch.setitem(train_gpt2.PRESETS, "mine", ("", {"n_layers": 2}))
+    with pytest.raises(UserError, match=r"the preset mine sets .*n_layers"):
+        parse_args(["--preset=mine"])
+
+
 def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
     """It is parsed, logged, saved and compared on resume, even without a help text.
 
     The log holds the running source even if the file is edited before the log is opened.
     """
-    settings = "    def __post_init__(self):\n        for field in"
-    header = "    log.header(args, gpt, optimizers, train_loader, val_loader)\n"
-    edit = "    Path(__file__).write_text('# edited')\n"
-    new = f"    my_knob: float = 1.0\n\n{settings}"
-    script = edited_script(tmp_path, (settings, new), (header, edit + header))
-    source = script.read_text()
-    trained({**tiny, "run_id": "knob", "my_knob": 2.5, "save_every": 3}, script=script)
-    assert script.read_text() == "# edited"
+    copy = tmp_path / "copy.py"
+    source = SCRIPT.read_text().replace(
+        "    # fmt: on\n", "    my_knob: float = 1.0\n    # fmt: on\n"
+    )
+    copy.write_text(source)
+    edit = f"""
+log_header = train_gpt2.log_header
+
+def edit_and_log(run):
+    Path({str(copy)!r}).write_text("# edited")
+    log_header(run)
+
+train_gpt2.log_header = edit_and_log"""
+    fields = {**tiny, "run_id": "knob", "my_knob": 2.5, "save_every": 3}
+    trained(fields, script=launcher(tmp_path, edit, copy))
+    assert copy.read_text() == "# edited"
     log = (tmp_path / "logs" / "knob.txt").read_text()
     assert log.startswith(source) and "\nhyperparameter my_knob=2.5\n" in log
-    script.write_text(source)
+    copy.write_text(source)
     path = tmp_path / "logs" / "knob" / "state_step0000000003.pt"
-    done = run_forked({**tiny, "resume": path, "run_id": "other"}, script=script)
-    assert (
-        done.returncode == 1 and "was saved with other settings: pass --my_knob=2.5" in done.stderr
-    )
+    done = run_forked({**tiny, "resume": path, "run_id": "other"}, script=copy)
+    assert done.returncode == 1 and "pass --my_knob=2.5" in done.stderr
 
 
 REFUSALS = {
     "val_tokens": ({"val_tokens": 100}, "val_tokens=100 must be a multiple of 16 up to 384"),
     "too few val tokens": ({"val_tokens": 400}, "must be a multiple of 16 up to 384"),
-    "no val tokens": ({"sequence_length": 512, "batch_size": 1, "num_iterations": 1}, "holds 400"),
+    "no val tokens": (
+        {"sequence_length": 512, "batch_size": 1, "num_iterations": 1},
+        "do not fit into",
+    ),
     "too few train tokens": ({"num_iterations": 16}, "has enough tokens for 15 steps: add"),
-    "no step": ({"sequence_length": 10**9, "allow_repeat": True}, "has enough tokens for 0 steps"),
-    "memory": ({"n_embd": 2**20}, " parameters, but the memory holds "),
-    "log_dir": ({"log_dir": "/dev/null/logs"}, "(Not a directory): choose another --log_dir"),
+    "no step": ({"sequence_length": 2**20, "allow_repeat": True}, "has enough tokens for 0 steps"),
     "missing data": ({"train_files": "nowhere/*.bin"}, "run data/fineweb.py or data/pack.py"),
     "same shards": ({"val_files": "TRAIN"}, "train_files and val_files both match the same shard"),
     "ids beyond the vocabulary": ({"vocab_size": 32}, "but vocab_size=32"),
@@ -188,9 +211,27 @@ def test_an_impossible_run_is_rejected_before_it_starts(case, tiny, monkeypatch)
             monkeypatch.setenv(name, value)
         else:
             tiny[name] = tiny["train_files"] if value == "TRAIN" else value
-    with pytest.raises((UserError, OSError), match=re.escape(sentence)):
+    with pytest.raises(UserError, match=re.escape(sentence)):
         train_gpt2.main(Hyperparameters(**tiny))
     assert not os.path.exists(tiny["log_dir"])
+
+
+def test_shards_of_different_encodings_are_rejected(tiny, tmp_path):
+    """Their manifests tell, even if both encodings have as many ids."""
+    for kind in "train", "val":
+        (tmp_path / kind).mkdir()
+        for path in tmp_path.glob(f"{kind}_*.bin"):
+            path.rename(tmp_path / kind / path.name)
+        tiny[f"{kind}_files"] = str(tmp_path / kind / "*.bin")
+    (tmp_path / "train" / "manifest.json").write_text('{"encoding": "bytes"}')
+    run_here(tiny, run_id="bytes")
+    (tmp_path / "val" / "manifest.json").write_text('{"encoding": "other"}')
+    with pytest.raises(UserError, match="the encoding bytes, but val_files other"):
+        run_here(tiny)
+    (tmp_path / "val" / "manifest.json").unlink()
+    (tmp_path / "train" / "manifest.json").write_text('{"encoding": "other"}')
+    with pytest.raises(UserError, match=r"encoding other, but --init=.*model\.pt bytes"):
+        run_here(tiny, init=f"{tiny['log_dir']}/bytes/model.pt")
 
 
 def test_several_ranks_print_an_error_only_once(tiny):
@@ -211,9 +252,9 @@ def test_several_ranks_print_an_error_only_once(tiny):
         ("auto", 0, False, 1, torch.device("cpu")),
         ("auto", 2, True, 2, torch.device("cuda", 1)),
         ("cuda", 2, True, 2, torch.device("cuda", 1)),
-        ("cuda", 0, False, 1, "PyTorch sees no GPU"),
-        ("auto", 1, False, 1, "PyTorch cannot use the GPUs: update their driver"),
-        ("cuda", 1, True, 2, "2 processes were started for 1 GPUs"),
+        ("cuda", 0, False, 1, "each of 1 processes one of 0 GPUs"),
+        ("auto", 1, False, 1, "check the driver"),
+        ("cuda", 1, True, 2, "each of 2 processes one of 1 GPUs"),
     ],
 )
 def test_each_process_picks_its_gpu(device, gpus, usable, processes, expected, monkeypatch):
@@ -244,15 +285,13 @@ def test_the_process_group_is_bound_to_the_gpu(tiny, monkeypatch):
 
 
 # ---- Training -----------------------------------------------------------------------------------
-def tiny_model(settings, **changes):
+def tiny_run(settings, rank=0, world_size=1, **changes):
+    """Return a Run, without a process group."""
     args = Hyperparameters(**{**settings, **changes})
-    torch.manual_seed(args.seed)
-    gpt = GPT(args, train_gpt2.product_dtype(args, torch.device("cpu")))
-    return gpt, build_optimizers(gpt, args, 0, 1), args
-
-
-def val_loader(args, batch_size=1):
-    return train_gpt2.DistributedDataLoader(args.val_files, batch_size, 16, 0, 1, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "join_processes", lambda _: (rank, world_size, CPU))
+        patch.setattr(train_gpt2, "all_gather_objects", lambda value: [value])
+        return train_gpt2.set_up(args, train_gpt2.StopRequest())
 
 
 def gradients_of_a_step(rank, world_size, settings):
@@ -264,12 +303,12 @@ def gradients_of_a_step(rank, world_size, settings):
         sizes.append(tensor.numel())
         return all_reduce(tensor, *arguments, **options)
 
-    gpt, _, args = tiny_model(settings)
-    train_loader, _ = train_gpt2.open_data(args, rank, world_size, torch.device("cpu"))
+    run = tiny_run(settings, rank, world_size)
+    inputs, targets, _ = run.train_loader.batch(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counted)
-        loss, _ = train_gpt2.train_step(gpt, [], *train_loader.next_batch(), 1.0, args)
-    return loss, {name: p.grad for name, p in gpt.named_parameters()}, sizes
+        loss, _ = train_gpt2.train_step(run.model, [], inputs, targets, 1.0, run.args)
+    return loss, {name: p.grad for name, p in run.model.named_parameters()}, sizes
 
 
 @both_dtypes
@@ -305,7 +344,7 @@ def test_a_gpu_that_only_emulates_bfloat16_trains_in_float32(has_bf16, monkeypat
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     expected = torch.bfloat16 if has_bf16 else torch.float32
-    assert train_gpt2.product_dtype(Hyperparameters(), torch.device("cuda")) == expected
+    assert train_gpt2.choose_dtype(Hyperparameters(), torch.device("cuda")) == expected
 
 
 def test_macos_has_no_proc_and_counts_memory_in_bytes(monkeypatch):
@@ -318,39 +357,39 @@ def test_macos_has_no_proc_and_counts_memory_in_bytes(monkeypatch):
     assert train_gpt2.peak_memory(torch.device("cpu")) == 3072
 
 
-def test_warm_up_and_an_unfinished_step_leave_no_trace(tiny):
-    gpt, optimizers, args = tiny_model(tiny)
-    before = {name: p.clone() for name, p in gpt.state_dict().items()}
+def test_compiling_and_an_unfinished_step_leave_no_trace(tiny):
+    run = tiny_run(tiny)
+    before = {name: p.clone() for name, p in run.model.state_dict().items()}
     random_state = torch.get_rng_state()
-    train_gpt2.warm_up(gpt, args, val_loader(args, 2))
-    batch = val_loader(args, 12).next_batch()
+    train_gpt2.compile_model(run.model, run.args, *train_gpt2.validation_batch(run, 0))
+    assert all(p.grad is None for p in run.model.parameters())
+    inputs, targets, _ = run.train_loader.batch(0)
+    check = Mock(side_effect=[None, None, None, train_gpt2.StopTraining])
     with pytest.raises(train_gpt2.StopTraining):
-        train_gpt2.train_step(gpt, optimizers, *batch, 1.0, args, StopAfter(passes=3).check)
-    assert all(torch.equal(p, before[name]) for name, p in gpt.state_dict().items())
+        train_gpt2.train_step(run.model, run.optimizers, inputs, targets, 1.0, run.args, check)
+    assert all(torch.equal(p, before[name]) for name, p in run.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert not any(optimizer.state for optimizer in optimizers)
-    assert all(p.grad is None for p in gpt.parameters())
+    assert not any(optimizer.state for optimizer in run.optimizers)
 
 
 @both_dtypes
 def test_validation_counts_exactly_val_tokens(dtype, tiny):
-    gpt, _, args = tiny_model(tiny, dtype=dtype)
-    tokens = torch.from_numpy(val_loader(args).read(0, args.val_tokens + 1).astype("int64"))
+    run = tiny_run(tiny, dtype=dtype)
+    tokens = torch.from_numpy(run.validation_tokens.astype("int64"))
     with torch.no_grad():
-        expected = gpt(tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)).item()
-    assert args.val_tokens // 16 == 19  # a prime number of sequences
-    for batch_size in (1, 4, 19, 24):
-        loader = val_loader(args, batch_size)
-        for _ in range(2):  # starts over by itself
-            loss = train_gpt2.evaluate(gpt, loader, args.val_tokens)
-            assert loss == pytest.approx(expected, abs=2e-3)
+        expected = run.model(tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)).item()
+    assert run.args.val_tokens // 16 == 19  # a prime number of sequences
+    for micro_batch in 1, 4, 19, 24, 50:
+        run.micro_batch = micro_batch
+        assert train_gpt2.evaluate(run) == pytest.approx(expected, abs=2e-3)
 
 
 def test_every_parameter_must_have_one_optimizer(tiny):
-    gpt, _, args = tiny_model(tiny)
+    args = Hyperparameters(**tiny)
+    gpt = GPT(args)
     gpt.h[0].attn.c_q.weight = gpt.h[1].attn.c_q.weight  # a shared parameter counts once
     build_optimizers(gpt, args, 0, 1)
-    gpt, _, args = tiny_model(tiny)
+    gpt = GPT(args)
     gpt.h.parameters = lambda: [*gpt.h[0].parameters(), gpt.lm_head.weight.detach()]
     with pytest.raises(UserError, match="exactly one optimizer"):
         build_optimizers(gpt, args, 0, 1)
@@ -389,7 +428,6 @@ def test_log_and_weights(dtype, tiny, tmp_path, capsys):
         rf"device:.* processes:1 threads:\d+ products:torch\.{dtype}",
         f"train_tokens:3000 val_hash:{val_hash} micro_batch:2",
         "AdamW parameters:1024\nMuon parameters:6144",
-        r"about \S+ s per step, \d:\d\d:\d\d remaining",
         r"compile:[\d.]+s validation:[\d.]+s train:[\d.]+s",
         r"tokens/s:\d+ peak_memory:\d+MiB graphs:\d+",
         rf"weights: {tiny['log_dir']}/one/model\.pt; .*",
@@ -406,25 +444,31 @@ def test_log_and_weights(dtype, tiny, tmp_path, capsys):
     rates = [float(rate) for rate in re.findall(r" val_loss:.* lr:(\S+)$", shown, re.M)]
     expected = [0.01 * train_gpt2.lr_multiplier(step, settings) for step in (0, 3, 6)]
     assert rates == pytest.approx(expected, rel=0.01)
-    weights = torch.load(tmp_path / "logs" / "one" / "model.pt", weights_only=True)
-    gpt = GPT(settings, getattr(torch, dtype))
-    gpt.load_state_dict(weights["model"])
+    weights = train_gpt2.read_pt(tmp_path / "logs" / "one" / "model.pt")
+    assert (weights["run_id"], weights["step"], weights["val_loss"]) == ("one", 6, val_loss)
+    assert (weights["val_hash"], weights["matmul_dtype"]) == (val_hash, f"torch.{dtype}")
     assert all(p.dtype == torch.float32 for p in weights["model"].values())
-    assert train_gpt2.evaluate(gpt, val_loader(settings), 304) == pytest.approx(val_loss, abs=2e-3)
+    run = tiny_run(tiny, dtype=dtype)
+    run.model.load_state_dict(weights["model"])
+    assert train_gpt2.evaluate(run) == pytest.approx(val_loss, abs=2e-3)
 
 
 # Threads of gloo that are still running at exit sometimes abort a process after its work is done.
-END = "    cli(sys.argv[1:])\n"
 THREADS = """
+import atexit
+
+def no_gloo_threads():
     for task in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has just ended
-            assert "gloo" not in task.read_text()
+            assert "gloo" not in task.read_text(), os._exit(3)
+
+atexit.register(no_gloo_threads)
 """
 
 
 @both_dtypes
 def test_results_do_not_depend_on_the_number_of_processes(dtype, tiny, tmp_path, capsys):
-    script = edited_script(tmp_path, (END, END + THREADS))
+    script = launcher(tmp_path, THREADS)
     for processes in 2, 3:
         text = trained({**tiny, "dtype": dtype}, processes, script)
         assert f" processes:{processes} " in text and " micro_batch:2\n" in text
@@ -436,34 +480,54 @@ def test_results_do_not_depend_on_the_number_of_processes(dtype, tiny, tmp_path,
         check_golden(text, dtype)
 
 
-def test_val_tokens_0_validates_on_all_of_val_files_up_to_1m(tiny):
-    losses = []
-    for val_tokens in 0, 384:  # of 400, in sequences of 16
-        fields = {**tiny, "val_tokens": val_tokens, "num_iterations": 1}
-        losses.append(train_gpt2.main(Hyperparameters(**fields)))
-    assert losses[0] == losses[1]
-    loader = SimpleNamespace(total_tokens=10**8, T=1000)
-    assert train_gpt2.val_tokens_of(Hyperparameters(val_tokens=0), loader) == 1_048_000
+@pytest.mark.parametrize(
+    "val_loss_every, total_tokens, expected",
+    [
+        (0, 400, 384),  # all that fill sequences
+        (0, 10**8, 2**20),
+        (2, 10**8, 144),  # 3/8 of the tokens between two validations
+        (1, 10**8, 64),
+        (10**6, 10**8, 2**20),
+    ],
+)
+def test_val_tokens_0_is_up_to_1m_and_an_eighth_of_the_time(
+    val_loss_every, total_tokens, expected, tiny
+):
+    args = Hyperparameters(**{**tiny, "val_tokens": 0, "val_loss_every": val_loss_every})
+    stream = SimpleNamespace(total_tokens=total_tokens)
+    assert train_gpt2.count_val_tokens(args, stream) == expected
 
 
 def test_a_run_that_repeats_its_text_keeps_the_best_weights(tiny, tmp_path, capsys):
-    """Validation is mocked, and the second loss is the lowest."""
+    """Validation is mocked, and the second loss is the lowest.
+
+    A run that starts over without a checkpoint, as after a power cut, has nothing from before.
+    """
     fields = {**tiny, "num_iterations": 18, "val_loss_every": 6, "allow_repeat": True}
     folder = tmp_path / "logs" / "again"
-    # A run that starts over without a checkpoint, as after a power cut, keeps the better weights.
-    for made_up in [5.0, 3.0, 4.0, 3.5], [5.0, 4.0, 4.0, 3.5]:
+    for made_up in [5.0, 3.0, 4.0, 3.5], [5.0, 4.0, 4.5, 4.2]:
         losses = iter(made_up)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_gpt2, "evaluate", lambda *arguments, losses=losses: next(losses))
+            patch.setattr(train_gpt2, "evaluate", lambda run, losses=losses: next(losses))
             run_here(fields, run_id="again", resume="auto")
-        assert f"val_loss:3.0000: {folder}/best.pt\nresult" in capsys.readouterr().out
-        best = torch.load(folder / "best.pt", weights_only=True)
-        assert (best["step"], best["val_loss"]) == (6, 3.0)
-        assert best.keys() == torch.load(folder / "model.pt", weights_only=True).keys()
+        assert f"val_loss:{made_up[1]:.4f}: {folder}/best.pt\nresult" in capsys.readouterr().out
+        best = train_gpt2.read_pt(folder / "best.pt")
+        assert (best["run_id"], best["step"], best["val_loss"]) == ("again", 6, made_up[1])
+        assert best.keys() == train_gpt2.read_pt(folder / "model.pt").keys()
         (folder / "model.pt").unlink()
-        (tmp_path / "logs" / "again.txt").unlink()
     run_here(fields, num_iterations=6, warmdown_iters=0, run_id="once")
     assert not (tmp_path / "logs" / "once" / "best.pt").exists()
+
+
+def test_a_resumed_run_knows_its_best_loss(tiny, tmp_path, capsys):
+    fields = {**tiny, "num_iterations": 18, "val_loss_every": 6, "allow_repeat": True}
+    losses = iter([5.0, 3.0, 4.0, 4.0, 3.5])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "evaluate", lambda run: next(losses))
+        run_here(fields, 13, run_id="best")
+        run_here(fields, run_id="best", resume="auto")
+    assert "weights of the best validation, val_loss:3.0000" in capsys.readouterr().out
+    assert train_gpt2.read_pt(tmp_path / "logs" / "best" / "best.pt")["step"] == 6
 
 
 @pytest.mark.parametrize("steps, warned", [(9, False), (11, True)])
@@ -525,10 +589,8 @@ def test_a_compiled_run_resumes_bit_for_bit(tiny, tmp_path, capsys):
 
 
 def test_a_recompilation_is_counted(tiny, tmp_path):
-    compile = "gpt.compile(dynamic=False"
-    eager = compile, compile.replace("dynamic", 'backend="eager", dynamic')
     tokens = "torch.zeros(1, 7, dtype=torch.int64)"
-    script = edited_script(tmp_path, eager, (STEP, f"{STEP}        gpt({tokens}, {tokens})\n"))
+    script = faulty_script(tmp_path, f"run.model({tokens}, {tokens})")
     assert " graphs:3\n" in run_forked({**tiny, "compile": True}, script=script).stdout
 
 
