@@ -1525,16 +1525,23 @@ def is_complete(path):
     return path.is_file() and crc32_of_file(path) == CRC32_OF_COMPLETE_FILES
 
 
+@contextlib.contextmanager
+def reporting_malformed(path):
+    """Turn any exception that a malformed file causes into a UserError that names the file."""
+    try:
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"{path} does not fit this train_gpt2.py ({error!r})") from error
+
+
 def read_pt(path):
     """Return the dict in a file that save() wrote. Raises UserError for any other file."""
     require(is_complete(path), f"{path} is not a complete file of train_gpt2.py")
-    try:
+    with reporting_malformed(path):
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
         version = state["format"]
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # a malformed file may cause any
-        raise UserError(f"{path} was not written by this train_gpt2.py ({error!r})") from None
     fix = "use the version of train_gpt2.py that wrote it"
     require(version == FORMAT, f"{path} has format {version}, not {FORMAT}: {fix}")
     require_finite(state, path)
@@ -1645,12 +1652,14 @@ def restore(run):
         paths = checkpoints_in(run.folder)
     for path in reversed(paths):
         if is_complete(path):
-            load_checkpoint(run, path)
+            with reporting_malformed(path):
+                load_checkpoint(run, path)
             return "continued"
         run.log(f"{path} is not a complete checkpoint")
     require(not paths, "no checkpoint is complete: check --resume, or pass another --run_id")
     if args.init:
-        load_init(run)
+        with reporting_malformed(args.init):
+            load_init(run, Path(args.init))
     return "new"
 
 
@@ -1672,12 +1681,12 @@ def load_checkpoint(run, path):
     settings = different_settings(state, args, names)
     require(not settings, f"{path} was saved with other settings: pass {settings}")
     check_facts(run, state, path)
-    load_weights(run, state, path)
+    run.model.load_state_dict(state["model"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         load_optimizer(optimizer, saved, log)
-    run.step, run.data_hash = state["step"], state["data_hash"]
-    run.best_loss = state["best_loss"]
-    log.seconds["train"] = state["train_seconds"]
+    run.step, run.data_hash = int(state["step"]), int(state["data_hash"])
+    run.best_loss = float(state["best_loss"])
+    log.seconds["train"] = float(state["train_seconds"])
 
 
 def check_facts(run, state, path):
@@ -1698,22 +1707,13 @@ def check_facts(run, state, path):
             require(value == state[name], f"{change}: restore the data, or build_optimizers")
 
 
-def load_weights(run, state, path):
-    """Load the model of a file. Raises UserError if it does not fit the model of this script."""
-    try:
-        run.model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        raise UserError(f"{path} does not fit the model of this script: {error}") from None
-
-
-def load_init(run):
+def load_init(run, path):
     """Load the weights of --init. Raises UserError unless they fit the model and the data."""
-    path = Path(run.args.init)
     state = read_pt(path)
     settings = different_settings(state, run.args, settings_in("model"))
     require(not settings, f"--init={path} holds another model: pass {settings}")
     check_encodings(run.facts["encoding"], state["encoding"], f"--init={path}")
-    load_weights(run, state, path)
+    run.model.load_state_dict(state["model"])
 
 
 def load_optimizer(optimizer, saved, log):
@@ -1801,6 +1801,7 @@ def main(args, stop=None):
     """
     run = set_up(args, stop or StopRequest())
     log = run.log
+    log_header(run)
     with agreement() as facts:
         if run.rank == 0:
             claim_run_id(run)
@@ -1810,7 +1811,6 @@ def main(args, stop=None):
         log(f"{run.folder} holds the result of this run; nothing to do")
         leave_processes()
         return None
-    log_header(run)
     if args.resume:
         log(f"resume={args.resume}: continuing after step {run.step}")
     if start == "new" and args.init:

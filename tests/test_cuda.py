@@ -19,7 +19,7 @@ from test_model import make_batch, make_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_gpt2
-from train_gpt2 import GPT, Hyperparameters, build_optimizers, product_dtype, train_step
+from train_gpt2 import Hyperparameters, build_optimizers, choose_dtype, train_step
 
 pytestmark = pytest.mark.cuda
 SMALL = {"vocab_size": 512, "n_embd": 128, "sequence_length": 128, "device_batch_size": 4}
@@ -36,7 +36,7 @@ def test_the_model_gets_a_fused_kernel(device):
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         pytest.skip("this device has no fused kernels for bfloat16")
     heads = torch.randn(3, 2, 1024, 6, 128, device=device)  # q, k and v as in the model: BTHD
-    q, k, v = heads.transpose(2, 3).to(product_dtype(Hyperparameters(), device))
+    q, k, v = heads.transpose(2, 3).to(choose_dtype(Hyperparameters(), device))
     y = F.scaled_dot_product_attention(q.requires_grad_(), k, v, is_causal=True)
     found = re.match(r"ScaledDotProduct(\w+)Attention", y.grad_fn.name())
     assert found, y.grad_fn.name()  # with the math kernel, it would be that of a matmul
@@ -108,18 +108,14 @@ def test_a_gradient_that_is_not_finite_shows_in_the_step(value, dtype, device):
 def five_steps(settings, device):
     """Return the losses of five steps and evaluations, and the number of graphs at each step."""
     args = Hyperparameters(**{**settings, "device": device.type})
-    train_gpt2.configure_backend(args, device)
-    torch.manual_seed(args.seed)
-    gpt = GPT(args, product_dtype(args, device)).to(device)
-    optimizers = build_optimizers(gpt, args, rank=0, world_size=1)
-    train_loader, val_loader = train_gpt2.open_data(args, 0, 1, device)
-    train_gpt2.warm_up(gpt, args, val_loader)
+    run = train_gpt2.set_up(args, train_gpt2.StopRequest())
+    train_gpt2.compile_model(run.model, args, *train_gpt2.validation_batch(run, 0))
     losses, graphs = [], []
-    for _ in range(5):
+    for step in range(5):
         graphs += [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
-        batch = train_loader.next_batch()
-        loss, _ = train_step(gpt, optimizers, *batch, 1.0, args)
-        losses += [loss.item(), train_gpt2.evaluate(gpt, val_loader, args.val_tokens)]
+        inputs, targets, _ = run.train_loader.batch(step)
+        loss, _ = train_step(run.model, run.optimizers, inputs, targets, 1.0, args)
+        losses += [loss.item(), train_gpt2.evaluate(run)]
     return losses, graphs
 
 
@@ -192,7 +188,7 @@ def test_too_little_memory_is_a_clear_error(tiny, device):
     command = [sys.executable, "-c", LITTLE_MEMORY, *options(settings)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 1, done.stderr
-    assert done.stderr.count("out of memory: pass a --device_batch_size below") == 1
+    assert done.stderr.count("out of memory: set --device_batch_size lower") == 1
     assert "Traceback" not in done.stderr, done.stderr
 
 
@@ -200,7 +196,7 @@ def test_the_log_names_the_device(tiny, device):
     val_loss = run_here(tiny, n_embd=128, compile=True, run_id="one", device=device.type)
     text = open(f"{tiny['log_dir']}/one.txt").read()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ".*"
-    dtype = product_dtype(Hyperparameters(), device)
+    dtype = choose_dtype(Hyperparameters(), device)
     line = f"device:{name} processes:1 threads:{torch.get_num_threads()} products:{dtype}"
     assert re.search(f"^{line}$", text, re.M)
     assert re.search(r"^tokens/s:\d+ peak_memory:[1-9]\d*MiB graphs:2$", text, re.M)

@@ -2,18 +2,15 @@
 
 import functools
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
-    KILL,
-    STEP,
     TINY,
     bits,
     both_dtypes,
-    edited_script,
+    faulty_script,
     run_forked,
     run_ranks,
     trained,
@@ -365,7 +362,7 @@ def test_a_compiled_model_is_the_eager_one_in_two_graphs(backend, dtype, pieces,
     torch.set_num_threads(4)
     try:
         train_gpt2.configure_backend(args, torch.device("cpu"))
-        train_gpt2.warm_up(gpt, args, SimpleNamespace(next_batch=lambda: (inputs, targets)))
+        train_gpt2.compile_model(gpt, args, inputs, targets)
         results = []
         for _ in range(8):
             loss = gpt(inputs, targets)
@@ -392,7 +389,7 @@ def test_ranks_train_alike_and_resume_to_the_bit(dtype, tiny, tmp_path):
         assert [row[2] for row in other] == [row[2] for row in alone]  # data_hash
         assert [row[1] for row in other] == pytest.approx([row[1] for row in alone], abs=0.01)
     fields |= {"run_id": "part", "resume": "auto"}
-    script = edited_script(tmp_path, (STEP, KILL))
+    script = faulty_script(tmp_path, "os.kill(os.getpid(), 9)", "step == 4 and first_step == 0")
     assert run_forked(fields, 2, script).returncode == -signal.SIGKILL
     assert "\nresume=auto: continuing after step 4\n" in trained(fields, 2, script)
     last = "state_step0000000006.pt"

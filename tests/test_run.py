@@ -237,7 +237,7 @@ def test_shards_of_different_encodings_are_rejected(tiny, tmp_path):
 def test_several_ranks_print_an_error_only_once(tiny):
     done = run_forked({**tiny, "resume": "none.pt"}, 2)
     assert done.returncode == 1
-    assert re.fullmatch(r"none\.pt is not a complete checkpoint.*\n", done.stdout)
+    assert done.stdout.count("none.pt is not a complete checkpoint\n") == 1
     assert re.fullmatch(r"train_gpt2\.py: no checkpoint is complete.*\n", done.stderr)
     done = run_subprocess({**tiny, "val_tokens": 100}, 2)
     assert done.returncode == 1 and done.stdout == ""
