@@ -67,8 +67,7 @@ def script_step_of(script, gpt, args, inputs, targets):
     script.configure_backend(args, inputs.device)
     optimizers = script.build_optimizers(gpt, args, 0, 1)
     size = script.micro_batch_size(len(inputs), args.device_batch_size)
-    micro_batch = inputs[:size], targets[:size]
-    script.warm_up(gpt, args, SimpleNamespace(next_batch=lambda: micro_batch))
+    script.compile_model(gpt, args, inputs[:size], targets[:size])
     return lambda *batch: script.train_step(gpt, optimizers, *batch, 1.0, args)[0]
 
 
@@ -84,7 +83,7 @@ def prepare(name, args):
     torch.manual_seed(args.seed)
     tokens = torch.randint(args.vocab_size, (B * T + 1,)).to(device)
     batch = tokens[:-1].view(B, T), tokens[1:].view(B, T)
-    gpt = script.GPT(args, script.product_dtype(args, device)).to(device)
+    gpt = script.GPT(args, script.choose_dtype(args, device)).to(device)
     start = time.perf_counter()
     if name in PLAIN:
         step = plain_step_of(name, gpt, args)
