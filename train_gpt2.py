@@ -1615,11 +1615,8 @@ def save_checkpoint(run):
     return path
 
 
-def claim_run_id(run):
-    """Make this process the only one that writes the files of its run_id. Only rank 0 calls it.
-
-    Raises UserError if the run_id belongs to another run, and OSError if its folder is unusable.
-    """
+def check_run_id(run):
+    """Raise UserError if the run_id belongs to another run, or its log is some other file."""
     log, folder = run.log.path, run.folder
     has_log = log.exists() and (not log.is_file() or log.stat().st_size > 0)
     has_run = has_log or any(folder.glob("*.pt"))
@@ -1627,12 +1624,17 @@ def claim_run_id(run):
     new = run.args.resume != "auto"
     require(not (new and has_run), f"{folder} exists: {fix}, or --resume=auto to continue it")
     require(not has_log or folder.exists(), f"{log} is not the log of a run in {folder}: {fix}")
-    folder.mkdir(parents=True, exist_ok=True)
-    run.lock = open(folder / "lock", "w")
+
+
+def claim_run_id(run):
+    """Make this process the only one that writes the files of the run. Only rank 0 calls it."""
+    check_run_id(run)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.lock = open(run.folder / "lock", "w")
     try:
         fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another process is training {folder}: stop it first") from None
+        raise UserError(f"another process is training {run.folder}: stop it first") from None
 
 
 def restore(run):

@@ -9,14 +9,13 @@ from unittest import mock
 
 import check
 import pytest
-import torch
 from conftest import ROOT, options, run_forked, trained
 
 import train_gpt2
 from train_gpt2 import Hyperparameters
 
 CHECK = ROOT / "records" / "tools" / "check.py"
-NAMES = ["setup", "network", "data", "shards", "optimizers", "disk", "time"]
+NAMES = ["setup", "network", "optimizers", "disk", "data", "shards", "start", "time"]
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def test_a_check_without_faults_describes_the_run(processes, network, tiny, mani
     text = trained({**tiny, "max_ngram": 3, "ngram_rows": 100}, processes, CHECK)
     assert re.findall(r"^(\w+): ", text, re.M) == NAMES  # rank 0 alone prints
     assert "FAILED" not in text and text.endswith("\nall is well\n")
-    assert not list(Path(tiny["log_dir"]).iterdir())  # nothing was trained
+    assert not Path(tiny["log_dir"]).exists()  # nothing was trained or left behind
     assert f"processes {processes}; " in text
     assert re.search(f"^network: {network}", text, re.M)
     assert "shards: 1 of 4 shards have a known sha256, and all of these match" in text
@@ -50,13 +49,17 @@ def test_a_check_without_faults_describes_the_run(processes, network, tiny, mani
 breaks = mock.Mock(side_effect=RuntimeError("no g++\nand more lines"))
 FAULTS = [  # settings, a replaced function, the sentence
     ({"batchsize": 3}, {}, "setup: unrecognized arguments: --batchsize=3"),
-    ({"device": "cuda"}, {"torch.cuda.device_count": int}, "setup: .* PyTorch sees no GPU"),
+    ({"device": "cuda"}, {"torch.cuda.device_count": int}, "setup: .* one of 0 GPUs"),
     ({}, {"train_gpt2.device_name": breaks}, r"setup: RuntimeError: no g\+\+$"),
     ({"num_iterations": 99}, {}, "data: .* has enough tokens for 15 steps"),
     ({}, {"check.file_sha256": str}, "shards: .*train_1.bin has an unexpected sha256"),
-    ({"n_embd": 2**16}, {}, "optimizers: the model has 1.* parameters, but the memory holds"),
+    ({"n_embd": 2**16}, {}, "optimizers: 103,.* parameters need more memory than this machine"),
+    ({"init": "nowhere.pt"}, {}, "start: nowhere.pt is not a complete file"),
+    ({"resume": "nowhere.pt"}, {}, "start: no checkpoint is complete"),
+    ({"run_id": "finished"}, {}, "start: .*finished exists: pass another --run_id"),
+    ({"run_id": "finished", "resume": "auto"}, {}, "start: .*finished holds a finished run"),
     ({"keep_checkpoints": 10**9}, {}, "disk: .*: free some, or pass another --log_dir"),
-    ({}, {"train_gpt2.warm_up": breaks}, r"time: .* \(no g\+\+\): .* install g\+\+ and"),
+    ({}, {"train_gpt2.compile_model": breaks}, r"time: .* \(no g\+\+\): .* install g\+\+ and"),
 ]
 
 
@@ -64,6 +67,7 @@ FAULTS = [  # settings, a replaced function, the sentence
 def test_the_check_lists_what_to_fix(
     changes, replaced, sentence, tiny, manifest, monkeypatch, capsys
 ):
+    train_gpt2.main(Hyperparameters(**tiny, run_id="finished"))
     for name, function in replaced.items():
         monkeypatch.setattr(name, function)
     [found] = check.main(options({**tiny, **changes}))
@@ -78,19 +82,28 @@ def test_a_fault_is_listed_and_gives_exit_status_1(processes, tiny):
     assert done.returncode == 1
     assert done.stdout.count("\nto fix:\n") == 1
     assert done.stdout.count("\n  data: ") == 1  # a fault of both ranks is listed once
-    assert "optimizers: " in done.stdout  # checks that do not need the data still run
     assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_the_time_of_a_run_is_predicted_from_three_steps(tiny, monkeypatch):
-    seconds = itertools.count()  # each look at the clock takes a second
+    """Each look at the clock takes a second, but the first call of the model takes a minute."""
+    checks = check.Checks(
+        options({**tiny, "num_iterations": 600, "val_loss_every": 100, "allow_repeat": True})
+    )
+    assert all(map(checks.run, ("setup", "optimizers", "data")))
+    seconds = itertools.count()
     monkeypatch.setattr(check.time, "perf_counter", lambda: next(seconds))
-    checks = check.Checks(options({**tiny, "num_iterations": 600, "val_loss_every": 100}))
-    assert checks.run("setup")
-    checks.loaders = train_gpt2.open_data(Hyperparameters(**tiny), 0, 1, torch.device("cpu"))
+    forward, first = checks.training.model.forward, iter([60])
+
+    def slow_at_first(*batch):
+        for _ in range(next(first, 0)):
+            next(seconds)
+        return forward(*batch)
+
+    monkeypatch.setattr(checks.training.model, "forward", slow_at_first)
     # There are 7 validations of 304 tokens, which are 9.5 micro-batches of 1 s each.
     parts = r"1000.0 ms per step, 9.5 s per validation, \d.0 s of compiling; peak memory [\d.]+ GiB"
-    assert re.fullmatch(rf"about 0:11:1\d in all: {parts}", checks.check_time())
+    assert re.fullmatch(rf"about 0:11:\d\d in all: {parts}", checks.check_time())
     monkeypatch.setattr(check, "timed", lambda *arguments: 10)
     assert checks.check_time() == (
         "about 20:00:00 of training: 120 s per step, judging by one sequence"

@@ -33,9 +33,10 @@ def run(capsys, path, *arguments):
 
 
 def test_validation_tokens_give_the_loss_of_the_run(trained_run, capsys):
-    gpt, args, state = weights.load(trained_run / "model.pt")
-    loader = train_gpt2.DistributedDataLoader(args.val_files, 4, T, 0, 1, torch.device("cpu"))
-    exact = train_gpt2.evaluate(gpt, loader, args.val_tokens)
+    _, args, state = weights.load(trained_run / "model.pt")
+    training = train_gpt2.set_up(args, train_gpt2.StopRequest())
+    training.model.load_state_dict(state["model"])
+    exact = train_gpt2.evaluate(training)
     assert exact == pytest.approx(state["val_loss"], abs=1e-6)
     own = f"the run's own val_loss:{state['val_loss']:.4f} on the same tokens"
     for path in trained_run, trained_run / "state_step0000000060.pt":  # a folder means model.pt
@@ -77,17 +78,18 @@ def test_a_uniform_model_has_the_loss_of_its_vocabulary_size(tmp_path, capsys):
     for name, tokens, size in zip(names, (8, 5, 1), (8, 3, None)):
         bits = f"{tokens * math.log2(257) / size:.4f}" if size else "n/a"
         assert table[name] == [f"{tokens}", f"{math.log(257):.4f}", "257", bits]
-    state = weights.read(path)
+    state = train_gpt2.read_pt(path)
     state["model"]["lm_head.weight"][:] = math.nan
     write_weights(path, state)
-    assert run(capsys, path, names[0])[0][names[0]] == ["8", "nan", "nan", "nan"]
+    with pytest.raises(UserError, match="non-finite value in"):
+        run(capsys, path, names[0])
 
 
 def test_gpt2_tokens_have_the_bytes_of_their_text(gpt2_vocabulary, tmp_path, capsys):
     path = write_uniform_model(tmp_path, vocab_size=50304)
     text = "The größte 🎈 <|endoftext|> said:\n\n    def  f(x)…" * 3
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    tokens = weights.encoding_of(Hyperparameters()).encode_ordinary(text)
+    tokens = weights.encoding_of({"encoding": None}, Hyperparameters()).encode_ordinary(text)
     write_shard(tmp_path / "b.bin", [50256, *tokens, 50256])
     table, _ = run(capsys, path, tmp_path / "a.txt", tmp_path / "b.bin")
     for name, count in ("a.txt", len(tokens)), ("b.bin", len(tokens) + 1):
@@ -99,13 +101,13 @@ def test_gpt2_tokens_have_the_bytes_of_their_text(gpt2_vocabulary, tmp_path, cap
         run(capsys, path, tmp_path / "b.bin")
 
 
-def test_fault_13_the_val_loss_of_the_run_is_shown_for_equal_tokens_only(tmp_path, capsys):
+def test_the_val_loss_of_the_run_is_shown_for_equal_tokens_only(tmp_path, capsys):
     path = write_uniform_model(tmp_path, val_tokens=32)
     write_shard(tmp_path / "val_0.bin", range(32))
     with pytest.raises(UserError, match="fewer than the 33"):
         run(capsys, path)
     write_shard(tmp_path / "val_1.bin", [7])
-    state = weights.read(path)
+    state = train_gpt2.read_pt(path)
     here = hashlib.sha256(bytes(x for i in (*range(32), 7) for x in (i, 0))).hexdigest()[:16]
     for val_hash, same in (here, True), ("0123456789abcdef", False):
         write_weights(path, {**state, "val_hash": val_hash})

@@ -36,19 +36,18 @@ def test_a_range_waits_for_the_gpu_at_both_ends(monkeypatch):
 def test_profiled_steps_train_as_others_do(tiny):
     """Afterwards, every patched function is restored."""
     args = Hyperparameters(**tiny)
-    profiled, plain = step_profile.Run(args), step_profile.Run(args)
+    profiled, plain = (train_gpt2.set_up(args, train_gpt2.StopRequest()) for _ in range(2))
     owners = GPT, torch.Tensor, profiled.optimizers[0], train_gpt2, dist
     before = [dict(vars(owner)) for owner in owners]
-    profiled.steps(2)
+    step_profile.take_steps(profiled, 2)
     for owner, names in zip(owners, before):
         assert vars(owner).keys() == names.keys()
         assert all(vars(owner)[name] is value for name, value in names.items())
-    for _ in range(2):
-        batch = plain.loader.next_batch()
-        train_gpt2.train_step(plain.gpt, plain.optimizers, *batch, 1.0, args)
-    assert plain.loader.position == profiled.loader.position
-    for name, p in profiled.gpt.state_dict().items():
-        assert torch.equal(p, plain.gpt.state_dict()[name]), name
+    for step in range(2):
+        inputs, targets, _ = plain.train_loader.batch(step)
+        train_gpt2.train_step(plain.model, plain.optimizers, inputs, targets, 1.0, args)
+    for name, p in profiled.model.state_dict().items():
+        assert torch.equal(p, plain.model.state_dict()[name]), name
 
 
 def test_ctrl_c_ends_the_profile_at_once(tiny, monkeypatch):
@@ -62,7 +61,7 @@ def test_ctrl_c_ends_the_profile_at_once(tiny, monkeypatch):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_command_prints_tables_and_writes_traces(processes, tiny, capsys):
     if processes == 1:
-        step_profile.main(Hyperparameters(**tiny))
+        step_profile.main(Hyperparameters(**tiny), train_gpt2.StopRequest())
         printed = capsys.readouterr().out
     else:
         printed = trained(tiny, processes, SCRIPT)

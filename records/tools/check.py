@@ -5,6 +5,7 @@ model and takes three steps to predict the time and the memory of the run. Ends 
 and exit status 0, or with a list of what to fix and exit status 1. Saves nothing.
 """
 
+import glob
 import json
 import math
 import os
@@ -68,9 +69,8 @@ class Checks:
     def check_setup(self):
         """Parse the settings and join the other processes."""
         self.args = train_gpt2.parse_args(self.argv)
-        self.place = train_gpt2.join_processes(self.args)
-        self.rank, self.world_size, self.device = self.place
-        self.dtype = train_gpt2.product_dtype(self.args, self.device)
+        self.rank, self.world_size, self.device = train_gpt2.join_processes(self.args)
+        self.dtype = train_gpt2.choose_dtype(self.args, self.device)
         return (
             f"{train_gpt2.device_name(self.device)}; processes {self.world_size}; matmuls in "
             f"{self.dtype}; python {platform.python_version()}, torch {torch.__version__}"
@@ -87,30 +87,8 @@ class Checks:
         seconds = timed(lambda: dist.all_reduce(buffer) or buffer[-1].item())
         return f"{dist.get_backend()}, all_reduce of 16 MiB in {1000 * seconds:.1f} ms"
 
-    def check_data(self):
-        """Open the shards."""
-        self.loaders = train_loader, val_loader = train_gpt2.open_data(self.args, *self.place)
-        return (
-            f"the run reads {train_loader.total_tokens:,} tokens "
-            f"{train_gpt2.epochs(self.args, train_loader):.3f} times and validates on "
-            f"{train_gpt2.val_tokens_of(self.args, val_loader):,} of {val_loader.total_tokens:,}"
-        )
-
-    def check_shards(self):
-        """Compare this rank's part of the shards with their known checksums."""
-        paths = [Path(path) for loader in self.loaders for path in loader.paths]
-        known = json.loads((ROOT / "data" / "fineweb.json").read_text())["sha256"]
-        for folder in {path.parent for path in paths}:
-            known |= read_manifest(folder / "manifest.json")["shards"]
-        listed = [path for path in paths if path.name in known]
-        for path in listed[self.rank :: self.world_size]:
-            if file_sha256(path) != known[path.name]:
-                raise UserError(f"{path} has an unexpected sha256: fetch or pack it again")
-        return f"{len(listed)} of {len(paths)} shards have a known sha256, and all of these match"
-
     def check_optimizers(self):
         """List all parameters with optimizer and learning rate, without allocating them."""
-        train_gpt2.check_memory(self.args)
         with torch.device("meta"):
             gpt = train_gpt2.GPT(self.args, self.dtype)
             optimizers = train_gpt2.build_optimizers(gpt, self.args, self.rank, self.world_size)
@@ -123,6 +101,9 @@ class Checks:
                     optimizer_of[p] = f"{name:7s} lr:{group['lr']:g}"
                     self.weights += p.numel()
                     self.states += p.numel() * (2 if name == "AdamW" else 1)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4  # float32 values
+        if 2 * self.weights + self.states > memory:  # weights, gradients and states
+            raise UserError(f"{self.weights:,} parameters need more memory than this machine has")
         rows = Counter()
         for name, p in gpt.named_parameters():
             name = re.sub("[.][0-9]+", ".*", name)  # merges equal rows of different blocks
@@ -130,49 +111,88 @@ class Checks:
         lines = [f"  {count:3d} x {row}" for row, count in rows.items()]
         return "\n".join([f"{self.weights:,} parameters", *lines])
 
+    def check_data(self):
+        """Set up the run, which opens the shards and reads the validation tokens."""
+        self.training = run = train_gpt2.set_up(self.args, train_gpt2.StopRequest())
+        return (
+            f"the run reads {run.train_loader.stream.total_tokens:,} tokens {run.epochs:.3f} times "
+            f"and validates on {run.args.val_tokens:,}"
+        )
+
+    def check_shards(self):
+        """Compare this rank's part of the shards with their known checksums."""
+        paths = [Path(path) for path in self.training.train_loader.stream.paths]
+        paths += [Path(path) for path in sorted(glob.glob(self.args.val_files))]
+        known = json.loads((ROOT / "data" / "fineweb.json").read_text())["sha256"]
+        for folder in {path.parent for path in paths}:
+            known |= read_manifest(folder / "manifest.json")["shards"]
+        listed = [path for path in paths if path.name in known]
+        for path in listed[self.rank :: self.world_size]:
+            if file_sha256(path) != known[path.name]:
+                raise UserError(f"{path} has an unexpected sha256: fetch or pack it again")
+        return f"{len(listed)} of {len(paths)} shards have a known sha256, and all of these match"
+
+    def check_start(self):
+        """Check run_id, and load what the run would start from."""
+        train_gpt2.check_run_id(self.training)
+        start = train_gpt2.restore(self.training)
+        if start == "finished":
+            raise UserError(f"{self.training.folder} holds a finished run: pass another --run_id")
+        return f"{start}, at step {self.training.step} of {self.args.num_iterations}"
+
     def check_disk(self):
         """Check that log_dir is writable and has space for the kept checkpoints and one more."""
-        log_dir = self.args.log_dir
-        Path(log_dir).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=log_dir):
-            free = shutil.disk_usage(log_dir).free
+        folder = Path(self.args.log_dir).absolute()
+        while not folder.exists():  # it will be created
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
         size = 4 * (self.weights + self.states)
-        text = f"{free / 2**30:.1f} GiB free in {log_dir}, a checkpoint takes {size / 2**30:.2f}"
+        text = f"{free / 2**30:.1f} GiB free in {folder}, a checkpoint takes {size / 2**30:.2f}"
         if (self.args.keep_checkpoints + 1) * size > free:
             raise UserError(f"{text}: free some, or pass another --log_dir or --keep_checkpoints")
         return text
 
     def check_time(self):
         """Predict the time and the memory of the run from three steps and part of a validation."""
-        args, (train_loader, val_loader) = self.args, self.loaders
-        train_gpt2.configure_backend(args, self.device)
-        gpt = train_gpt2.GPT(args, self.dtype).to(self.device)
-        optimizers = train_gpt2.build_optimizers(gpt, args, self.rank, self.world_size)
-        inputs, targets = train_loader.next_batch()
+        run, args = self.training, self.training.args
+        steps_left = args.num_iterations - run.step
+        inputs, targets, _ = run.train_loader.batch(run.step)
+
+        def pass_one_sequence():
+            run.model(inputs[:1], targets[:1]).backward()
+
+        pass_one_sequence()  # the first one also initializes libraries
         # A step can take minutes on a slow CPU. This does not wait for a GPU: none is that slow.
-        step = len(inputs) * timed(lambda: gpt(inputs[:1], targets[:1]).backward())
-        gpt.zero_grad()
+        step = len(inputs) * timed(pass_one_sequence)
+        run.model.zero_grad()
         if step > 60:
-            total = timedelta(seconds=round(step * args.num_iterations))
+            total = timedelta(seconds=round(step * steps_left))
             return f"about {total} of training: {step:.0f} s per step, judging by one sequence"
+        micro_batch = train_gpt2.validation_batch(run, 0)
         try:
-            compiling = timed(train_gpt2.warm_up, gpt, args, val_loader)
+            compiling = timed(train_gpt2.compile_model, run.model, args, *micro_batch)
         except Exception as error:
             cause = str(error).splitlines()[0]
             fix = "lower --device_batch_size, or install g++ and Python.h, or pass --compile=False"
             raise UserError(f"a micro-batch fails ({cause}): {fix}") from None
 
         def train_step():
-            batch = train_loader.next_batch()
-            train_gpt2.train_step(gpt, optimizers, *batch, 1.0, args)[0].item()
+            inputs, targets, _ = run.train_loader.batch(run.step)
+            train_gpt2.train_step(run.model, run.optimizers, inputs, targets, 1.0, args)[0].item()
 
+        def validate_micro_batch():
+            with torch.no_grad():
+                run.model(*train_gpt2.validation_batch(run, 0)).item()
+
+        train_step()  # the first one creates the optimizers' states
         step = statistics.median(timed(train_step) for _ in range(3))
-        tokens = val_loader.tokens_per_step
-        batches = train_gpt2.val_tokens_of(args, val_loader) / tokens
-        validation = batches * timed(train_gpt2.evaluate, gpt, val_loader, tokens)
+        tokens_at_once = run.micro_batch * run.world_size * args.sequence_length
+        validate_micro_batch()
+        validation = args.val_tokens / tokens_at_once * timed(validate_micro_batch)
         # With val_loss_every=0, the only validation is the one after the last step.
-        validations = 1 + math.ceil(args.num_iterations / (args.val_loss_every or math.inf))
-        seconds = step * args.num_iterations + validation * validations + compiling
+        validations = 1 + math.ceil(steps_left / (args.val_loss_every or math.inf))
+        seconds = step * steps_left + validation * validations + compiling
         memory = train_gpt2.peak_memory(self.device) / 2**10
         return (
             f"about {timedelta(seconds=round(seconds))} in all: {1000 * step:.1f} ms per step, "
@@ -187,10 +207,11 @@ def main(argv):
     if not checks.run("setup"):
         return checks.faults
     checks.run("network")
-    if checks.run("data"):
-        checks.run("shards")
     if checks.run("optimizers"):
         checks.run("disk")
+    if not checks.faults_of_all_ranks() and checks.run("data"):
+        checks.run("shards")
+        checks.run("start")
     if not checks.faults_of_all_ranks():
         checks.run("time")
     return checks.faults_of_all_ranks()

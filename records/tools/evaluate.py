@@ -32,7 +32,7 @@ from runlog import ROOT, command
 from shards import SHARD_MAGIC
 from tqdm import tqdm
 
-from train_gpt2 import DistributedDataLoader, UserError
+from train_gpt2 import TokenStream, UserError
 
 TOKENS_PER_PASS = 2**13
 
@@ -63,15 +63,14 @@ def total_nats(gpt, tokens, T, stride):
 # ---- Texts --------------------------------------------------------------------------------------
 def read_shards(pattern, args, count=None):
     """Return the first `count` tokens (default: all) of the shards matching a glob, (N,) int32."""
-    cpu = torch.device("cpu")
-    loader = DistributedDataLoader(pattern, 1, args.sequence_length, 0, 1, cpu, args.vocab_size)
-    count = count or loader.total_tokens
-    if count > loader.total_tokens:
+    stream = TokenStream(pattern, args.vocab_size)
+    count = count or stream.total_tokens
+    if count > stream.total_tokens:
         raise UserError(
-            f"{pattern!r} holds {loader.total_tokens} tokens, fewer than the {count} that the run "
+            f"{pattern!r} holds {stream.total_tokens} tokens, fewer than the {count} that the run "
             f"was validated on: restore the shards"
         )
-    return torch.from_numpy(loader.read(0, count).astype(np.int32))
+    return torch.from_numpy(stream.read(0, count).astype(np.int32))
 
 
 def read_text(name, args, encoding):
@@ -133,7 +132,7 @@ def compare_with_run(state, args, tokens):
     if "val_loss" not in state:
         return "the run was validated on the same tokens; a checkpoint holds no val_loss"
     own = f"the run's own val_loss:{state['val_loss']:.4f}"
-    return f"{own} on the same tokens, computed in {state.get('dtype')}"
+    return f"{own} on the same tokens, computed in {state['matmul_dtype']}"
 
 
 def main(argv):
@@ -150,7 +149,7 @@ def main(argv):
     stride = T if options.stride is None else options.stride
     if not 1 <= stride <= T:
         raise UserError(f"--stride={stride} must be from 1 to the model's sequence_length={T}")
-    encoding = weights.encoding_of(args, options.encoding)
+    encoding = weights.encoding_of(state, args, options.encoding)
     texts = {name: read_text(name, args, encoding) for name in options.texts}
     if not options.texts:
         tokens = read_shards(str(ROOT / args.val_files), args, args.val_tokens + 1)

@@ -140,7 +140,7 @@ def export(path, out, encoding_name=""):
     is_free = not os.path.lexists(out) or (out.is_dir() and not os.listdir(out))
     require(is_free, f"{out} exists: give a new or an empty folder")
     gpt, args, state = weights.load(path, dtype=torch.float32)
-    encoding = weights.encoding_of(args, encoding_name)
+    encoding = weights.encoding_of(state, args, encoding_name)
     model = model_of(gpt, args, encoding)
     card = card_of(out.name, args, state, encoding, model.num_parameters())
     out.parent.mkdir(parents=True, exist_ok=True)

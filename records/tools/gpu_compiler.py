@@ -239,8 +239,7 @@ def on_gpu(args, dtype, running=contextlib.nullcontext):
             model = train_gpt2.GPT(args, dtype)
             tokens = torch.zeros(args.device_batch_size, args.sequence_length, dtype=torch.int64)
         model.compile = functools.partial(torch.nn.Module.compile, model, backend=backend)
-        loader = SimpleNamespace(next_batch=lambda: (tokens, tokens.clone()))
-        # warm_up raises this when it reads the first training loss, after all graphs are compiled.
+        # compile_model raises this when it reads the training loss, after all graphs are compiled.
         with contextlib.suppress(fake_tensor.DataDependentOutputException):
-            train_gpt2.warm_up(model, args, loader)
+            train_gpt2.compile_model(model, args, tokens, tokens.clone())
         yield model, graphs

@@ -69,8 +69,8 @@ def main(argv):
         if not lowest <= value < 2**31:
             raise UserError(f"--{name}={value} must be a number from {lowest} to 2**31 - 1")
     path = weights.find(args.weights)
-    gpt, settings, _ = weights.load(path, args.device, torch.float32)
-    encoding = weights.encoding_of(settings, args.encoding)
+    gpt, settings, state = weights.load(path, args.device, torch.float32)
+    encoding = weights.encoding_of(state, settings, args.encoding)
     prompt = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
     generator = torch.Generator().manual_seed(args.seed)
 

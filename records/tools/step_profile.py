@@ -3,12 +3,11 @@
 It initializes and compiles the model and takes a few training steps as any run would, under
 torch.profiler. Rank 0 prints the time of each part of a step, and the operations and kernels that
 take the most time. Every rank writes a trace for https://ui.perfetto.dev to
-log_dir/profile_<time>/. There is no log and no checkpoint.
+log_dir/profile_<run_id>/. There is no log and no checkpoint.
 """
 
 import contextlib
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -50,51 +49,39 @@ def synchronized_range(part):
         torch.cuda.synchronize()
 
 
-class Run:
-    """A run as train_gpt2.main sets it up, compiled and warm, before its first step."""
-
-    def __init__(self, args):
-        self.args = args
-        self.rank, world_size, self.device = place = train_gpt2.join_processes(args)
-        train_gpt2.configure_backend(args, self.device)
-        self.loader, val_loader = train_gpt2.on_all_ranks(train_gpt2.open_data, args, *place)
-        torch.manual_seed(args.seed)
-        self.gpt = train_gpt2.GPT(args, train_gpt2.product_dtype(args, self.device)).to(self.device)
-        self.optimizers = train_gpt2.build_optimizers(self.gpt, args, self.rank, world_size)
-        with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
-            train_gpt2.warm_up(self.gpt, args, val_loader)
-
-    def steps(self, count, range_of=record_function):
-        """Take `count` steps as train_gpt2.train does; return ({part: ms per step}, profiler)."""
-        with profile() as profiler, parts_in_ranges(self.optimizers, range_of) as parts:
-            for _ in range(count):
-                with range_of("step"):
-                    with range_of("loader"):
-                        batch = self.loader.next_batch()
-                    arguments = self.gpt, self.optimizers, *batch, 1.0, self.args
-                    train_gpt2.train_step(*arguments)[0].item()
-        parts = {"step", "loader", *parts}
-        rows = [row for row in profiler.key_averages() if row.key in parts]
-        # On a GPU, each range has a second row for the device, whose CPU time is 0.
-        ms = {row.key: row.cpu_time_total / 1000 / count for row in rows if row.cpu_time_total}
-        return ms, profiler
+def take_steps(run, count, range_of=record_function):
+    """Take `count` steps as train_gpt2.train does; return ({part: ms per step}, profiler)."""
+    with profile() as profiler, parts_in_ranges(run.optimizers, range_of) as parts:
+        for _ in range(count):
+            with range_of("step"):
+                with range_of("loader"):
+                    inputs, targets, _ = run.train_loader.batch(run.step)
+                arguments = run.model, run.optimizers, inputs, targets, 1.0, run.args
+                train_gpt2.train_step(*arguments)[0].item()
+            run.step += 1
+    parts = {"step", "loader", *parts}
+    rows = [row for row in profiler.key_averages() if row.key in parts]
+    # On a GPU, each range has a second row for the device, whose CPU time is 0.
+    ms = {row.key: row.cpu_time_total / 1000 / count for row in rows if row.cpu_time_total}
+    return ms, profiler
 
 
 def main(args, stop=None):
     """Profile steps of a run, in this process or in torchrun's."""
-    run = Run(args)
-    run.steps(WARM_UP)
-    on_gpu = run.device.type == "cuda"
-    ms_per_step, _ = run.steps(PROFILED, synchronized_range if on_gpu else record_function)
-    _, profiler = run.steps(PROFILED)  # does not wait for the GPU, so the trace shows overlap
-    name = train_gpt2.all_gather_objects(time.strftime("profile_%Y%m%d-%H%M%S"))[0]
-    folder = Path(args.log_dir, name)
+    run = train_gpt2.set_up(args, stop)
+    with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
+        train_gpt2.compile_model(run.model, args, *train_gpt2.validation_batch(run, 0))
+    take_steps(run, WARM_UP)
+    range_of = synchronized_range if run.device.type == "cuda" else record_function
+    ms_per_step, _ = take_steps(run, PROFILED, range_of)
+    _, profiler = take_steps(run, PROFILED)  # does not wait for the GPU, so the trace shows overlap
+    folder = Path(args.log_dir, f"profile_{run.folder.name}")
     folder.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(folder / f"trace_rank{run.rank}.json.gz"))
     if run.rank == 0:
         print(
-            f"Mean time of {PROFILED} steps of {run.loader.tokens_per_step:,} tokens on rank 0. A "
-            f"part includes the parts that it calls, and waits for the GPU at both ends.\n"
+            f"Mean time of {PROFILED} steps of {run.train_loader.tokens_per_step:,} tokens on rank 0. "
+            f"A part includes the parts that it calls, and waits for the GPU at both ends.\n"
         )
         for part, ms in sorted(ms_per_step.items(), key=lambda item: -item[1]):
             print(f"{part:<16}{ms:>10.2f} ms{ms / ms_per_step['step']:>8.1%}")

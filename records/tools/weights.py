@@ -10,13 +10,12 @@ import textwrap
 from pathlib import Path
 
 import torch
-from runlog import ROOT, argument_parser, require, with_new_names
+from runlog import ROOT, argument_parser, require
 
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import pack  # noqa: E402
-from shards import read_manifest  # noqa: E402
 
-from train_gpt2 import GPT, Hyperparameters, UserError, is_complete, product_dtype  # noqa: E402
+from train_gpt2 import GPT, Hyperparameters, UserError, choose_dtype, read_pt  # noqa: E402
 
 
 def parser_for(description):
@@ -51,21 +50,15 @@ def find(path):
 def steps_of(path):
     """Return the steps that a file of weights was trained for, or -1 for best.pt."""
     if path.name == "model.pt":
-        return settings_of(read(path), path).num_iterations
+        return settings_of(read_pt(path), path).num_iterations
     return -1 if path.name == "best.pt" else int(path.stem.removeprefix("state_step"))
-
-
-def read(path):
-    """Return the content of a file of weights, on the CPU. Raises ValueError for any other file."""
-    require(is_complete(path), f"{path} is damaged, or train_gpt2.py did not write it")
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def settings_of(state, path):
     """Return the Hyperparameters in `state`, the content of a file of weights."""
     known = Hyperparameters.__dataclass_fields__
     try:
-        settings = with_new_names(state["hyperparameters"])
+        settings = state["hyperparameters"]
         return Hyperparameters(**{name: settings[name] for name in settings.keys() & known})
     except Exception as error:  # a foreign file may hold anything
         raise UserError(f"{path} holds no valid settings of train_gpt2.py: {error}") from None
@@ -78,7 +71,7 @@ def load(path, device="cpu", dtype=None):
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device=cuda, but PyTorch sees no GPU: pass --device=cpu")
-    state = read(path)
+    state = read_pt(path)
     args = settings_of(state, path)
     try:
         with torch.device("meta"):  # allocates nothing, because the settings may be far too large
@@ -88,22 +81,20 @@ def load(path, device="cpu", dtype=None):
         message = f"{path} does not fit this train_gpt2.py: use the one that wrote it ({error})"
         raise UserError(textwrap.shorten(message, 400)) from None
     device = torch.device(device)
-    gpt = GPT(args, dtype or product_dtype(args, device))
+    gpt = GPT(args, dtype or choose_dtype(args, device))
     gpt.load_state_dict(state["model"])
     return gpt.to(device).eval(), args, state
 
 
-def encoding_of(args, name=""):
+def encoding_of(state, args, name=""):
     """Return the encoding `name`, by default that of a run's data.
 
-    Raises ValueError if it is unknown, unavailable or has too many ids for the model.
+    state, args: the content and the Hyperparameters of a file of weights. Raises ValueError if the
+    encoding is unknown, unavailable or has too many ids for the model.
     """
-    if not name and args.vocab_size < 1024:
-        name = "bytes"
-    elif not name:
-        manifest = read_manifest(ROOT / Path(args.train_files).parent / "manifest.json")
-        # vocab_size rules out bytes: if the manifest says so, the folder was packed again later.
-        name = manifest.get("encoding", "gpt2").replace("bytes", "gpt2")
+    if not name:
+        # Data without a manifest, such as FineWeb's, do not tell.
+        name = state["encoding"] or ("bytes" if args.vocab_size < 1024 else "gpt2")
     encoding = pack.get_encoding(name)
     require(
         encoding.n_vocab <= args.vocab_size,

@@ -50,7 +50,7 @@ def ms_of_step(optimizer, steps):
 def compare(title, rounds):
     """Print a table for one set of matrices."""
     n_layer, C, steps = SETS[title]
-    dtype = train_gpt2.product_dtype(train_gpt2.Hyperparameters(), DEVICE)
+    dtype = train_gpt2.choose_dtype(train_gpt2.Hyperparameters(), DEVICE)
     print(
         f"\n{title}: {DEVICE.type}, {torch.get_num_threads()} thread(s), {rounds} rounds of "
         f"{steps} step(s), our matmuls in {dtype}"
