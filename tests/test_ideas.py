@@ -9,7 +9,16 @@ import ab
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import KILL, ROOT, SCRIPT, STEP, bits, both_dtypes, run_forked, trained, validations
+from conftest import (
+    ROOT,
+    SCRIPT,
+    bits,
+    both_dtypes,
+    faulty_script,
+    run_forked,
+    trained,
+    validations,
+)
 
 PAGE = (ROOT / "records" / "README.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
@@ -35,9 +44,9 @@ def test_an_idea_trains_and_resumes_bit_for_bit(idea, tiny, tmp_path):
     one, two = (validations(trained({**fields, "run_id": f"w{n}"}, n, script)) for n in (1, 2))
     assert one[-1][1] < one[0][1] - 0.2
     assert [row[1] for row in one] == pytest.approx([row[1] for row in two], abs=0.02)
-    script.write_text(script.read_text().replace(STEP, KILL))
     fields |= {"run_id": "part", "resume": "auto"}
-    assert run_forked(fields, 2, script).returncode == -signal.SIGKILL
+    kill = faulty_script(tmp_path, "os.kill(os.getpid(), 9)", script=script)
+    assert run_forked(fields, 2, kill).returncode == -signal.SIGKILL
     assert "\nresume=auto: continuing after step 4\n" in trained(fields, 2, script)
     last = "state_step0000000006.pt"
     assert bits(tmp_path / "logs" / "part" / last) == bits(tmp_path / "logs" / "w2" / last)

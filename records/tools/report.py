@@ -4,7 +4,6 @@
     python records/tools/report.py muon='records/X/m*.txt' adamw=records/Y --picture curves.png
     python records/tools/report.py logs/RUN.txt --picture now.png       # also during training
     python records/tools/report.py --history                # the table of all records
-    python records/tools/report.py --map                    # the sections of train_gpt2.py
     python records/tools/report.py --refresh                # regenerate the READMEs' tables
 
 LOG is a file, a folder or a quoted glob. `NAME=` before it puts its runs into a group of that name.
@@ -252,18 +251,6 @@ def draw(groups, path):
 
 
 # ---- READMEs -------------------------------------------------------------------------------------
-def file_map():
-    """Return the table of the sections of train_gpt2.py, which begin with ruler lines."""
-    source = (ROOT / "train_gpt2.py").read_text()
-    before, *parts = re.split(r"^# ---- (.+?)[ -]*\n", source, flags=re.M)
-    first, rows = before.count("\n") + 1, []
-    for title, text in zip(parts[::2], parts[1::2]):
-        last = first + len(text.rstrip().splitlines())
-        rows.append([f"{first}-{last}", title])
-        first += text.count("\n") + 1
-    return markdown(["lines", "section"], rows)
-
-
 def run_block(tool, arguments):
     """Return what a command of a README prints."""
     printed = io.StringIO()
@@ -298,7 +285,7 @@ def parse(argv):
     parser = argument_parser(__doc__)
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("logs", nargs="*", default=[], metavar="LOG")
-    for name in ("history", "map", "refresh", "stale"):
+    for name in ("history", "refresh", "stale"):
         task.add_argument(f"--{name}", action="store_true", help="see above")
     parser.add_argument("--picture", help="PNG file to draw")
     parser.add_argument("--summary", action="store_true", help="print only the table of groups")
@@ -316,8 +303,8 @@ def main(argv):
             draw(groups, options.picture)
         return 0
     os.chdir(ROOT)  # paths in the READMEs are relative to it
-    if options.history or options.map:
-        print(history() if options.history else file_map())
+    if options.history:
+        print(history())
         return 0
     readmes = [ROOT / "README.md", *sorted((ROOT / "records").rglob("README.md"))]
     stale = [line for path in readmes for line in outdated(path, options.refresh)]

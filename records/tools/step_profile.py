@@ -79,9 +79,10 @@ def main(args, stop=None):
     folder.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(folder / f"trace_rank{run.rank}.json.gz"))
     if run.rank == 0:
+        tokens = run.train_loader.tokens_per_step
         print(
-            f"Mean time of {PROFILED} steps of {run.train_loader.tokens_per_step:,} tokens on rank 0. "
-            f"A part includes the parts that it calls, and waits for the GPU at both ends.\n"
+            f"Mean time of {PROFILED} steps of {tokens:,} tokens on rank 0. A "
+            f"part includes the parts that it calls, and waits for the GPU at both ends.\n"
         )
         for part, ms in sorted(ms_per_step.items(), key=lambda item: -item[1]):
             print(f"{part:<16}{ms:>10.2f} ms{ms / ms_per_step['step']:>8.1%}")
