@@ -37,13 +37,12 @@ import numpy as np
 import report
 from compare import check_comparable, check_finished, check_repetitions, differences
 from report import escaped, markdown
-from runlog import argument_parser, command, logs_in, packages, read, require
+from runlog import MAY_VARY_IN_ARM, argument_parser, command, logs_in, packages, read, require
 
 with packages():
     from scipy import stats
 
 STATE = "ab.json"  # beside the logs: the arms, and whether a round was interrupted
-MAY_VARY_IN_ARM = {"seed", "run_id", "log_dir", "resume"}  # the runs of an arm may differ in these
 
 
 # ---- The runs -----------------------------------------------------------------------------------

@@ -16,20 +16,13 @@ group that read more tokens than the second. Losses are in nats per token.
 from collections import defaultdict
 
 import numpy as np
-from report import LOSS_DEPENDS_ON, check_equal, collect, escaped, markdown
-from runlog import MAY_VARY, argument_parser, command, packages, require, with_new_names
+from report import check_equal, collect, escaped, markdown
+from runlog import COMPARABLE, MAY_VARY, argument_parser, command, packages, require, with_new_names
 
 with packages():
     from scipy import stats
 
 ALPHA = 0.01  # a record needs a p below this
-COMPARABLE = {  # runs are only compared if these are equal
-    **LOSS_DEPENDS_ON,
-    "number of validation tokens": lambda run: run.settings.get("val_tokens"),
-    "sequence_length": lambda run: run.settings["sequence_length"],
-    "hardware": lambda run: run.facts.get("device"),
-    "schedule": lambda run: f"continued, {run.schedule}" if run.continued else "in one go",
-}
 
 
 # ---- Checks -------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from runlog import ROOT, argument_parser, command, logs_in, packages, read, require
+from runlog import LOSS_DEPENDS_ON, ROOT, argument_parser, command, logs_in, packages, read, require
 
 BLOCK = re.compile(
     r"(?P<start><!-- python records/tools/(?P<tool>\w+)\.py(?P<arguments>[^\n]*) -->\n)"
@@ -42,12 +42,6 @@ BLOCK = re.compile(
 )
 PICTURE = re.compile(r"--picture[ =](\S+)")
 PIECES = 30  # a picture averages the training loss over this many equal parts of a run
-VALIDATION_TOKENS = "validation tokens (val_hash)"
-LOSS_DEPENDS_ON = {  # losses are only comparable if these are equal
-    VALIDATION_TOKENS: lambda run: run.facts.get("val_hash"),
-    "number of processes": lambda run: run.facts.get("processes"),
-    "dtype of products": lambda run: run.facts.get("products"),
-}
 
 
 def or_na(value, form="{}"):
@@ -228,7 +222,8 @@ def draw(groups, path):
         from matplotlib.figure import Figure
     style.use("tableau-colorblind10")
     runs = [run for own in groups.values() for run in own]
-    check_equal(VALIDATION_TOKENS, LOSS_DEPENDS_ON[VALIDATION_TOKENS], runs)
+    what = "validation tokens (val_hash)"
+    check_equal(what, LOSS_DEPENDS_ON[what], runs)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, (name, own) in enumerate(groups.items()):

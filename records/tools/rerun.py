@@ -21,16 +21,26 @@ import time
 from pathlib import Path
 
 import numpy as np
-from compare import COMPARABLE, check_comparable, check_finished, differences, same_training_data
+from compare import check_comparable, check_finished, differences, same_training_data
 from report import check_equal
-from runlog import MAY_VARY, ROOT, argument_parser, command, logs_in, packages, read, require
+from runlog import (
+    COMPARABLE,
+    MAY_VARY,
+    ROOT,
+    SET_FOR_EACH_RUN,
+    argument_parser,
+    command,
+    logs_in,
+    packages,
+    read,
+    require,
+)
 
 with packages():
     from scipy import stats
 
 LEVEL = 0.99
 ROUNDING = 5e-5  # largest rounding error of a logged loss
-SET_BY_RERUN = {"run_id", "log_dir", "resume"}
 
 
 def choose(folder, name):
@@ -59,7 +69,7 @@ def choose(folder, name):
 def arguments_of(run):
     """Return the settings of a run as arguments for its own script."""
     kept = {name: value for name, value in run.settings.items() if value is not None}
-    return [f"--{name}={value}" for name, value in kept.items() if name not in SET_BY_RERUN]
+    return [f"--{name}={value}" for name, value in kept.items() if name not in SET_FOR_EACH_RUN]
 
 
 def repeat(run, fields, log_dir):
@@ -118,7 +128,7 @@ def main(argv):
     parser.add_argument("name", nargs="?")
     parser.add_argument("--log_dir", type=Path, default="logs")
     options, fields = parser.parse_known_args(argv)
-    allowed = sorted(MAY_VARY - SET_BY_RERUN)
+    allowed = sorted(MAY_VARY - SET_FOR_EACH_RUN)
     for field in fields:
         require(
             re.fullmatch(rf"--({'|'.join(allowed)})=.*", field),

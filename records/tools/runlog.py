@@ -22,13 +22,29 @@ FACT = re.compile(  # name:value, before the first step and after the last one
     re.M,
 )
 HEADER = re.compile(r"((?:^hyperparameter \w+=.*\n)+)", re.M)
-# Messages about checkpoints, which a resumed run logs before the source.
+# Messages about checkpoints, which scripts up to 2026-11-23 logged before the source.
 BEFORE_SOURCE = re.compile(
     r"\A(?:(?:renamed |.* is not a complete checkpoint$|.* was saved by a run in ).*\n)+", re.M
 )
-# Settings that may vary between repetitions of an experiment. The last two belong to old scripts.
-MAY_VARY = {"seed", "run_id", "log_dir", "device_batch_size", "save_every", "resume"}
-MAY_VARY |= {"keep_checkpoints", "comm_timeout", "checksum_every", "bytes_per_token"}
+
+# What makes runs comparable: the rules of all tools.
+SET_FOR_EACH_RUN = {"run_id", "log_dir", "resume"}  # settings that have no effect on the result
+MAY_VARY_IN_ARM = {"seed"} | SET_FOR_EACH_RUN  # the runs of an arm of ab.py differ only in these
+# Repetitions of an experiment may differ in these. The last two belong to old scripts.
+MAY_VARY = MAY_VARY_IN_ARM | {"device_batch_size", "save_every", "keep_checkpoints", "comm_timeout"}
+MAY_VARY |= {"checksum_every", "bytes_per_token"}
+LOSS_DEPENDS_ON = {  # losses are only averaged if these are equal
+    "validation tokens (val_hash)": lambda run: run.facts.get("val_hash"),
+    "number of processes": lambda run: run.facts.get("processes"),
+    "dtype of products": lambda run: run.facts.get("products"),
+}
+COMPARABLE = {  # experiments are only compared if these are equal
+    **LOSS_DEPENDS_ON,
+    "number of validation tokens": lambda run: run.settings.get("val_tokens"),
+    "sequence_length": lambda run: run.settings["sequence_length"],
+    "hardware": lambda run: run.facts.get("device"),
+    "schedule": lambda run: f"continued, {run.schedule}" if run.continued else "in one go",
+}
 RENAMED_SETTINGS = {"ngrams": "max_ngram", "key_offset": "key_shift"}  # old name: new name
 
 
