@@ -351,7 +351,7 @@ def test_a_running_log_is_drawn_without_its_incomplete_last_line(
 
 
 # ---- What the READMEs show ----------------------------------------------------------------------
-ABOUT_TIMES = {"2026-11-20_124M_CPU", "2026-11-22_Plan", "2026-11-23_Plain_Code"}  # not losses
+ABOUT_TIMES = {"2026-11-20_124M_CPU"}  # not losses
 
 
 def test_the_readme_of_each_record_gives_the_losses_of_its_logs(capsys):
