@@ -200,6 +200,13 @@ def test_arms_are_interleaved_and_continued(fake, tmp_path, capsys):
     assert (name, resume) == ("B_round2", "auto")
     assert {path for path in times if path.stat().st_mtime_ns != times[path]} == {begun}
     assert "ms a step" not in capsys.readouterr().out  # its runs were not interleaved
+    (out / "notes.txt").write_text("no log")
+    own = out / "A_round5.txt"
+    own.write_text("mine")
+    with pytest.raises(ValueError, match=r"A_round5\.txt is not a log"):
+        ab.main([*command, "--rounds=6"])
+    assert own.read_text() == "mine"
+    own.unlink()
     (tmp_path / "train_gpt2.py").write_text(FAKE + "# edited")
     with pytest.raises(ValueError, match="pass another --out"):
         ab.main([*command, "--rounds=4"])
@@ -210,7 +217,7 @@ def test_arms_are_interleaved_and_continued(fake, tmp_path, capsys):
     "arguments, sentence",
     [
         (["{fake}", "--arm=b: --fail=1"], "ended with 1: one sentence"),
-        (["{fake}", "{fake}", "--out={tmp_path}/other"], "holds other logs: pass another --out"),
+        (["{fake}", "{fake}", "--out={tmp_path}/other"], "B_round2.txt is not a log of this"),
         (["{fake}", "{fake} --cut=1"], "unfinished at step 29 of 40"),
         (["bash run.sh", "{fake}"], "'bash run.sh' names no script"),
         (["{fake}", "{fake}", "--arm=B: --x=1"], "must have different names"),
