@@ -136,8 +136,8 @@ LEVERS=(
     "eight_chunks=s/max_chunks = 2 if/max_chunks = 8 if/"
     "cudnn_attention=$(attention CUDNN_ATTENTION)"
     "flash_attention=$(attention FLASH_ATTENTION)"
-    "max_autotune=s/gpt.compile(/&mode='max-autotune-no-cudagraphs', /"
-    "cuda_graphs=s/gpt.compile(/&mode='reduce-overhead', /"
+    "max_autotune=s/model.compile(/&mode='max-autotune-no-cudagraphs', /"
+    "cuda_graphs=s/model.compile(/&mode='reduce-overhead', /"
     "expandable_segments=s/^import numpy.*/os.environ['PYTORCH_ALLOC_CONF']='expandable_segments:True'\n&/"
 )
 levers() {
