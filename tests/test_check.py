@@ -9,7 +9,7 @@ from unittest import mock
 
 import check
 import pytest
-from conftest import ROOT, options, run_forked, trained
+from conftest import ROOT, options, run_forked, trained, write_shard
 
 import train_gpt2
 from train_gpt2 import Hyperparameters
@@ -52,21 +52,24 @@ FAULTS = [  # settings, a replaced function, the sentence
     ({"device": "cuda"}, {"torch.cuda.device_count": int}, "setup: .* one of 0 GPUs"),
     ({}, {"train_gpt2.device_name": breaks}, r"setup: RuntimeError: no g\+\+$"),
     ({"num_iterations": 99}, {}, "data: .* has enough tokens for 15 steps"),
+    ({"val_files": "bad_*.bin"}, {}, "data: bad_0.bin holds token 64"),
     ({}, {"check.file_sha256": str}, "shards: .*train_1.bin has an unexpected sha256"),
     ({"n_embd": 2**16}, {}, "optimizers: 103,.* parameters need more memory than this machine"),
     ({"init": "nowhere.pt"}, {}, "start: nowhere.pt is not a complete file"),
     ({"resume": "nowhere.pt"}, {}, "start: no checkpoint is complete"),
-    ({"run_id": "finished"}, {}, "start: .*finished exists: pass another --run_id"),
+    ({"run_id": "finished"}, {}, "start: .*finished exists"),
     ({"run_id": "finished", "resume": "auto"}, {}, "start: .*finished holds a finished run"),
-    ({"keep_checkpoints": 10**9}, {}, "disk: .*: free some, or pass another --log_dir"),
-    ({}, {"train_gpt2.compile_model": breaks}, r"time: .* \(no g\+\+\): .* install g\+\+ and"),
+    ({"keep_checkpoints": 10**9}, {}, "disk: .* --keep_checkpoints"),
+    ({}, {"train_gpt2.compile_model": breaks}, r"time: .*\(no g\+\+\): .* install g\+\+ and"),
 ]
 
 
 @pytest.mark.parametrize("changes, replaced, sentence", FAULTS)
 def test_the_check_lists_what_to_fix(
-    changes, replaced, sentence, tiny, manifest, monkeypatch, capsys
+    changes, replaced, sentence, tiny, manifest, tmp_path, monkeypatch, capsys
 ):
+    monkeypatch.chdir(tmp_path)
+    write_shard(tmp_path / "bad_0.bin", [64] * 400)
     train_gpt2.main(Hyperparameters(**tiny, run_id="finished"))
     for name, function in replaced.items():
         monkeypatch.setattr(name, function)

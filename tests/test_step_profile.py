@@ -69,8 +69,8 @@ def test_the_command_prints_tables_and_writes_traces(processes, tiny, capsys):
     # Calls per step on all ranks. Three stacks: 8 square matrices, 2 wide ones and 2 tall ones.
     calls = {"forward": 6, "backward": 6, "Newton-Schulz": 3}
     calls |= dict.fromkeys(["step", "loader", "AdamW", "Muon"], processes)
-    if processes == 2:  # the loss, the gradients and two buckets of Muon
-        calls["communication"] = 2 * 4
+    if processes == 2:  # data_hash, loss, gradients, two buckets of Muon, four checks for a stop
+        calls["communication"] = 2 * (1 + 1 + 1 + 2 + 4)
     rows = re.findall(r"^(\S+) +([\d.]+) ms +([\d.]+)%$", printed, re.M)
     ms = {part: float(value) for part, value, _ in rows}
     assert ms.keys() == calls.keys() and len(rows) == len(ms)  # rank 0 alone prints

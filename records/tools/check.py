@@ -134,11 +134,14 @@ class Checks:
 
     def check_start(self):
         """Check run_id, and load what the run would start from."""
-        train_gpt2.check_run_id(self.training)
-        start = train_gpt2.restore(self.training)
+        run = self.training
+        with train_gpt2.agreement() as facts:
+            train_gpt2.check_run_id(run)
+            start = train_gpt2.restore(run)
+            facts["the step of the checkpoint"] = run.step
         if start == "finished":
-            raise UserError(f"{self.training.folder} holds a finished run: pass another --run_id")
-        return f"{start}, at step {self.training.step} of {self.args.num_iterations}"
+            raise UserError(f"{run.folder} holds a finished run: pass another --run_id")
+        return f"{start}, at step {run.step} of {run.args.num_iterations}"
 
     def check_disk(self):
         """Check that log_dir is writable and has space for the kept checkpoints and one more."""
@@ -164,18 +167,20 @@ class Checks:
 
         pass_one_sequence()  # the first one also initializes libraries
         # A step can take minutes on a slow CPU. This does not wait for a GPU: none is that slow.
-        step = len(inputs) * timed(pass_one_sequence)
+        seconds_of_ranks = train_gpt2.all_gather_objects(timed(pass_one_sequence))
+        step = len(inputs) * max(seconds_of_ranks)
         run.model.zero_grad()
         if step > 60:
             total = timedelta(seconds=round(step * steps_left))
             return f"about {total} of training: {step:.0f} s per step, judging by one sequence"
         micro_batch = train_gpt2.validation_batch(run, 0)
-        try:
-            compiling = timed(train_gpt2.compile_model, run.model, args, *micro_batch)
-        except Exception as error:
-            cause = str(error).splitlines()[0]
-            fix = "lower --device_batch_size, or install g++ and Python.h, or pass --compile=False"
-            raise UserError(f"a micro-batch fails ({cause}): {fix}") from None
+        with train_gpt2.agreement():
+            try:
+                compiling = timed(train_gpt2.compile_model, run.model, args, *micro_batch)
+            except Exception as error:
+                cause = str(error).splitlines()[0]
+                fix = "lower --device_batch_size, install g++ and Python.h, or pass --compile=False"
+                raise UserError(f"a micro-batch fails ({cause}): {fix}") from None
 
         def train_step():
             inputs, targets, _ = run.train_loader.batch(run.step)

@@ -55,9 +55,9 @@ def take_steps(run, count, range_of=record_function):
         for _ in range(count):
             with range_of("step"):
                 with range_of("loader"):
-                    inputs, targets, _ = run.train_loader.batch(run.step)
+                    inputs, targets, _ = train_gpt2.read_batch(run)
                 arguments = run.model, run.optimizers, inputs, targets, 1.0, run.args
-                train_gpt2.train_step(*arguments)[0].item()
+                train_gpt2.train_step(*arguments, run.stop.check)[0].item()
             run.step += 1
     parts = {"step", "loader", *parts}
     rows = [row for row in profiler.key_averages() if row.key in parts]
@@ -66,7 +66,7 @@ def take_steps(run, count, range_of=record_function):
     return ms, profiler
 
 
-def main(args, stop=None):
+def main(args, stop):
     """Profile steps of a run, in this process or in torchrun's."""
     run = train_gpt2.set_up(args, stop)
     with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
