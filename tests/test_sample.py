@@ -92,7 +92,7 @@ def with_settings(**changes):
 
 FOREIGN = [
     *((content, "does not fit this train_gpt2.py") for content in ([1], "x")),
-    (small_state() | {"hyperparameters": None}, "holds no valid settings"),
+    (small_state() | {"hyperparameters": None}, "does not fit this train_gpt2.py"),
     (with_settings(n_layer=10**6), "n_layer=1000000 "),
     (with_settings(n_layer="1"), "n_layer='1' must be of type int"),
     (with_settings(n_layer=100), "does not fit this train_gpt2.py"),
@@ -111,21 +111,15 @@ def test_foreign_weights_are_refused_at_once(state, sentence, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-def test_a_folder_gives_the_weights_of_the_most_steps(tmp_path, monkeypatch):
-    """After equal steps, model.pt is preferred, because it has a loss. "" gives the newest file."""
+def test_a_folder_gives_the_weights_of_its_end_and_no_name_the_newest_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "logs" / "w"
-    state = small_state(num_iterations=60)
-    write_weights(folder / "best.pt", state)
-    assert weights.find(folder).name == "best.pt"
-    write_weights(folder / "model.pt", state)
-    for step, name in (40, "model.pt"), (60, "model.pt"), (80, "state_step0000000080.pt"):
-        path = write_weights(folder / f"state_step{step:010d}.pt", state)
-        os.utime(path, (0, 0))  # a time may only tell when a file was copied
+    names = "best.pt", "state_step0000000080.pt", "state_step0000000100.pt", "model.pt"
+    for age, name in enumerate(names):
+        path = write_weights(folder / name, small_state())
+        os.utime(path, (1000 - age, 1000 - age))  # a time may only tell when a file was copied
         assert weights.find(folder).name == name
-    assert weights.find("").name == "model.pt"
-    (folder / "model.pt").unlink()
-    assert weights.find(folder).name == "state_step0000000080.pt"
+    assert weights.find("").name == "best.pt"
 
 
 def test_the_command_prints_samples_or_one_sentence(plain_run):

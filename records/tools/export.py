@@ -63,9 +63,8 @@ def model_of(gpt, args, encoding):
 
 def card_of(name, args, state, encoding, parameters):
     """Return the model card, README.md."""
-    step = state.get("step", args.num_iterations)  # old files of weights hold no step
-    tokens = step * args.batch_size * args.sequence_length
-    training = f"{step:,} of {args.num_iterations:,} planned steps, {tokens:,} tokens"
+    tokens = state["step"] * args.batch_size * args.sequence_length
+    training = f"{state['step']:,} of {args.num_iterations:,} planned steps, {tokens:,} tokens"
     loss = f"{state['val_loss']:.4f} nats per token" if "val_loss" in state else "unknown"
     public = {key: value for key, value in vars(args).items() if key not in PRIVATE}
     return f"""---

@@ -22,10 +22,6 @@ FACT = re.compile(  # name:value, before the first step and after the last one
     re.M,
 )
 HEADER = re.compile(r"((?:^hyperparameter \w+=.*\n)+)", re.M)
-# Messages about checkpoints, which scripts up to 2026-11-23 logged before the source.
-BEFORE_SOURCE = re.compile(
-    r"\A(?:(?:renamed |.* is not a complete checkpoint$|.* was saved by a run in ).*\n)+", re.M
-)
 
 # What makes runs comparable: the rules of all tools.
 SET_FOR_EACH_RUN = {"run_id", "log_dir", "resume"}  # settings that have no effect on the result
@@ -146,7 +142,7 @@ def read_starts(path, text):
     its settings, then facts and points. The settings of the last start count. Raises ValueError if
     the starts differ in source or seed, because the log would hold two different runs.
     """
-    source, *parts = HEADER.split(BEFORE_SOURCE.sub("", text))
+    source, *parts = HEADER.split(text)
     starts = []  # settings
     for header in parts[::2]:
         pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", header, flags=re.M)

@@ -6,7 +6,6 @@ weights is model.pt, best.pt or a checkpoint, state_step*.pt, in the folder of a
 
 import os
 import sys
-import textwrap
 from pathlib import Path
 
 import torch
@@ -15,7 +14,8 @@ from runlog import ROOT, argument_parser, require
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import pack  # noqa: E402
 
-from train_gpt2 import GPT, Hyperparameters, UserError, choose_dtype, read_pt  # noqa: E402
+import train_gpt2  # noqa: E402
+from train_gpt2 import GPT, Hyperparameters, UserError  # noqa: E402
 
 
 def parser_for(description):
@@ -30,8 +30,8 @@ def parser_for(description):
 def find(path):
     """Return the file of weights that `path` names: a file, a run's folder, or "" for the newest.
 
-    A folder stands for its file with the most training steps. Raises ValueError if there is
-    no such file.
+    A folder stands for model.pt, which only a finished run has, else for its last checkpoint, else
+    for best.pt. Raises ValueError if there is no such file.
     """
     if not path:
         newest = max(Path("logs").glob("*/*.pt"), key=os.path.getmtime, default=None)
@@ -41,27 +41,10 @@ def find(path):
     if not path.is_dir():
         require(path.is_file(), f"{path} is not a file: give weights such as logs/RUN/model.pt")
         return path
-    paths = [path / "model.pt", *path.glob("state_step*[0-9].pt"), path / "best.pt"]
+    paths = [path / "model.pt", *reversed(train_gpt2.checkpoints_in(path)), path / "best.pt"]
     files = [path for path in paths if path.is_file()]
     require(files, f"{path} holds no weights: give a run's folder or a file")
-    return max(files, key=steps_of)  # on a tie the first, so model.pt before a checkpoint
-
-
-def steps_of(path):
-    """Return the steps that a file of weights was trained for, or -1 for best.pt."""
-    if path.name == "model.pt":
-        return settings_of(read_pt(path), path).num_iterations
-    return -1 if path.name == "best.pt" else int(path.stem.removeprefix("state_step"))
-
-
-def settings_of(state, path):
-    """Return the Hyperparameters in `state`, the content of a file of weights."""
-    known = Hyperparameters.__dataclass_fields__
-    try:
-        settings = state["hyperparameters"]
-        return Hyperparameters(**{name: settings[name] for name in settings.keys() & known})
-    except Exception as error:  # a foreign file may hold anything
-        raise UserError(f"{path} holds no valid settings of train_gpt2.py: {error}") from None
+    return files[0]
 
 
 def load(path, device="cpu", dtype=None):
@@ -71,17 +54,15 @@ def load(path, device="cpu", dtype=None):
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device=cuda, but PyTorch sees no GPU: pass --device=cpu")
-    state = read_pt(path)
-    args = settings_of(state, path)
-    try:
+    state = train_gpt2.read_pt(path)
+    with train_gpt2.reporting_malformed(path):
+        known = state["hyperparameters"].keys() & Hyperparameters.__dataclass_fields__
+        args = Hyperparameters(**{name: state["hyperparameters"][name] for name in known})
         with torch.device("meta"):  # allocates nothing, because the settings may be far too large
             # A copy, because PyTorch stores assign=True in the dict, which is loaded again below.
             GPT(args).load_state_dict(dict(state["model"]), assign=True)
-    except (RuntimeError, TypeError, KeyError, ValueError) as error:
-        message = f"{path} does not fit this train_gpt2.py: use the one that wrote it ({error})"
-        raise UserError(textwrap.shorten(message, 400)) from None
     device = torch.device(device)
-    gpt = GPT(args, dtype or choose_dtype(args, device))
+    gpt = GPT(args, dtype or train_gpt2.choose_dtype(args, device))
     gpt.load_state_dict(state["model"])
     return gpt.to(device).eval(), args, state
 
