@@ -128,14 +128,18 @@ def test_the_table_of_two_commands(tmp_path, capsys):
         ({"hash": "2" * 16, "train_tokens": 99}, "no data_hash in common"),
         ({"stopped_at": 30}, "B_round1.txt has no result, unfinished at step 30 of 40"),
         ({"seed": 1}, r"share a seed: \[1, 1\]"),
-        (None, r"B has the rounds \[1\], not \[1, 2\]"),
     ],
 )
 def test_incomparable_arms_are_rejected(of_b, sentence, tmp_path):
-    write_rounds(tmp_path, **(of_b or {}))
-    if of_b is None:
-        (tmp_path / "B_round2.txt").unlink()
+    write_rounds(tmp_path, **of_b)
     with pytest.raises(ValueError, match=sentence):
+        ab.main(["--logs", str(tmp_path)])
+
+
+def test_an_arm_without_all_rounds_is_rejected(tmp_path):
+    write_rounds(tmp_path)
+    (tmp_path / "B_round2.txt").unlink()
+    with pytest.raises(ValueError, match=r"B has the rounds \[1\], not \[1, 2\]"):
         ab.main(["--logs", str(tmp_path)])
 
 
@@ -317,22 +321,30 @@ def test_an_old_script_runs_with_its_own_files_and_flags(record, tmp_path, monke
         ({"loss": 1.25}, 0, "Within the spread of the record"),
         ({"loss": 9.0}, 1, "NOT within"),
         ({"products": "torch.int8"}, 0, "products is torch.int8 here, torch.float32 in the record"),
-        ({"hash": "2" * 12}, None, "the training data differ"),
-        ({"hash": "2" * 16, "train_tokens": 9}, None, "the logs share no data_hash"),
-        ({"val_hash": "bb"}, None, "these runs differ in validation tokens"),
     ],
 )
 def test_the_verdict_on_a_repetition(changes, status, sentence, tmp_path, capsys):
     group = [runlog.read(path) for path in write_group(tmp_path, "a", [1.2, 1.25, 1.3])]
     again = runlog.read(write_log(tmp_path / "again.txt", seed=9, **changes))
-    if status is None:
-        with pytest.raises(ValueError, match=sentence):
-            rerun.judge(again, group[0], group)
-    else:
-        assert rerun.judge(again, group[0], group) == status
-        assert sentence in capsys.readouterr().out
-        assert rerun.judge(again, group[0], group[:1]) == 0
-        assert "only one seed" in capsys.readouterr().out
+    assert rerun.judge(again, group[0], group) == status
+    assert sentence in capsys.readouterr().out
+    assert rerun.judge(again, group[0], group[:1]) == 0
+    assert "only one seed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"hash": "2" * 12}, "the training data differ"),
+        ({"hash": "2" * 16, "train_tokens": 9}, "no data_hash"),
+        ({"val_hash": "bb"}, "validation tokens"),
+    ],
+)
+def test_a_repetition_with_other_data_is_rejected(changes, sentence, tmp_path):
+    run = runlog.read(write_log(tmp_path / "a.txt"))
+    again = runlog.read(write_log(tmp_path / "again.txt", seed=9, **changes))
+    with pytest.raises(ValueError, match=sentence):
+        rerun.judge(again, run, [run])
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,10 @@ def test_the_compiled_steps_have_the_expected_kernels_bytes_and_flops():
 
 @compiles
 def test_the_generated_kernels_compute_the_eager_loss_and_gradients():
-    for name, differences in json.loads(run_tool("tests/gpu_step.py", "interpret")).items():
-        inputs = 7 + (name == "all pieces")  # parameters and the sum of n-grams
-        assert len(differences) == 2 + inputs
+    results = json.loads(run_tool("tests/gpu_step.py", "interpret"))
+    # two losses, and the gradients of 7 parameters and of the sum of n-grams
+    assert {name: len(each) for name, each in results.items()} == {"record7": 9, "all pieces": 10}
+    for differences in results.values():
         assert all(difference < 1e-5 for difference in differences.values()), differences
 
 

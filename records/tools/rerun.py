@@ -13,7 +13,6 @@ seed, both losses are printed without a verdict.
 """
 
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -21,20 +20,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import runlog
 from compare import check_comparable, check_finished, differences, same_training_data
 from report import check_equal
-from runlog import (
-    COMPARABLE,
-    MAY_VARY,
-    ROOT,
-    SET_FOR_EACH_RUN,
-    argument_parser,
-    command,
-    logs_in,
-    packages,
-    read,
-    require,
-)
+from runlog import ROOT, argument_parser, command, packages, require
 
 with packages():
     from scipy import stats
@@ -47,18 +36,18 @@ def choose(folder, name):
     """Return (the run to repeat, the runs of its experiment with one run per seed)."""
     require(folder.is_dir(), f"{folder} is not a folder: give a folder in records/")
     # A single command cannot repeat a run that was continued.
-    runs = {f"{run.path.relative_to(folder).with_suffix('')}": run for run in logs_in(folder)}
-    runs = {name: run for name, run in runs.items() if not run.continued}
+    logs = [run for run in runlog.logs_in(folder) if not run.continued]
+    runs = {f"{run.path.relative_to(folder).with_suffix('')}": run for run in logs}
     require(runs, f"{folder} holds no log of a training run: its README says how it was measured")
     require(name in (None, *runs), f"{folder} has no run {name!r}: give one of {[*runs]}")
 
     def repetitions(run):
-        alike = [other for other in runs.values() if differences(run, other) == "nothing"]
-        for value in COMPARABLE.values():
+        alike = [other for other in logs if differences(run, other) == "nothing"]
+        for value in runlog.COMPARABLE.values():
             alike = [other for other in alike if value(other) == value(run)]
         return list({other.seed: other for other in alike}.values())
 
-    run = runs[name] if name else max(runs.values(), key=lambda run: len(repetitions(run)))
+    run = runs[name] if name else max(logs, key=lambda run: len(repetitions(run)))
     group = repetitions(run)
     for other in group:
         check_finished(other)
@@ -68,8 +57,11 @@ def choose(folder, name):
 
 def arguments_of(run):
     """Return the settings of a run as arguments for its own script."""
-    kept = {name: value for name, value in run.settings.items() if value is not None}
-    return [f"--{name}={value}" for name, value in kept.items() if name not in SET_FOR_EACH_RUN]
+    arguments = []
+    for name, value in run.settings.items():
+        if value is not None and name not in runlog.SET_FOR_EACH_RUN:
+            arguments.append(f"--{name}={value}")
+    return arguments
 
 
 def repeat(run, fields, log_dir):
@@ -128,18 +120,17 @@ def main(argv):
     parser.add_argument("name", nargs="?")
     parser.add_argument("--log_dir", type=Path, default="logs")
     options, fields = parser.parse_known_args(argv)
-    allowed = sorted(MAY_VARY - SET_FOR_EACH_RUN)
+    allowed = sorted(runlog.MAY_VARY - runlog.SET_FOR_EACH_RUN)
     for field in fields:
-        require(
-            re.fullmatch(rf"--({'|'.join(allowed)})=.*", field),
-            f"{field} would change the experiment: a rerun may only change {', '.join(allowed)}",
-        )
+        known = field.startswith("--") and field[2:].partition("=")[0] in allowed
+        limits = f"a rerun may only change {', '.join(allowed)}"
+        require(known, f"{field} would change the experiment: {limits}")
     run, group = choose(options.folder, options.name)
     print(f"executing the code in {run.path}: only do this with logs that you trust", flush=True)
     if run.settings["train_files"].startswith("data/torch_sources/"):
         environment = os.environ | {"PYTHON": sys.executable}
         subprocess.run(["bash", "run.sh", "data"], check=True, env=environment)
-    return judge(read(repeat(run, fields, options.log_dir)), run, group)
+    return judge(runlog.read(repeat(run, fields, options.log_dir)), run, group)
 
 
 if __name__ == "__main__":
