@@ -1452,12 +1452,15 @@ class Run:
         self.tokens = self.args.num_iterations * self.train_loader.tokens_per_step
         self.epochs = self.tokens / stream.total_tokens  # times that the run reads its text
         self.folder = self.log.path.with_suffix("")
-        # What the result depends on besides the settings. All files of the run store it.
+        # Together with the settings, this is what the ranks must agree on and what all files of the
+        # run store. A resumed run must have the same facts, but its environment may differ.
         self.facts = dict(
             val_hash=hashlib.sha256(self.validation_tokens).hexdigest()[:16],
             train_shards=stream.contents,
             encoding=stream.encoding,
             optimizer_names=[type(optimizer).__name__ for optimizer in self.optimizers],
+        )
+        self.environment = dict(
             matmul_dtype=str(self.model.dtype),
             torch=str(torch.__version__),
             source=hashlib.sha256(SOURCE.encode()).hexdigest()[:16],
@@ -1564,7 +1567,7 @@ def save(run, name, **more):
     path, partial = run.folder / name, run.folder / "partial"
     settings, model = vars(run.args), run.model.state_dict()
     state = dict(format=FORMAT, run_id=run.folder.name, step=run.step, hyperparameters=settings)
-    state |= dict(**run.facts, model=model, **more)
+    state |= dict(**run.facts, **run.environment, model=model, **more)
     require_finite(state, path)
     if run.rank != 0:
         return True
@@ -1693,20 +1696,17 @@ def load_checkpoint(run, path):
 
 def check_facts(run, state, path):
     """Raise UserError if a checkpoint is of other data or optimizers; log what else has changed."""
-    shards, saved_shards = run.facts["train_shards"], state["train_shards"]
+    facts, saved_shards = dict(run.facts), state["train_shards"]
     tokens_read = state["step"] * run.train_loader.tokens_per_step
     # Shards may be added, unless the run is shuffled or has already come to the end of its data.
     if not run.args.shuffle and tokens_read < sum(size for size, _ in saved_shards):
-        shards = shards[: len(saved_shards)]
-    same = shards == saved_shards
-    files = run.args.train_files
-    require(same, f"{files!r} no longer holds the tokens that {path} was trained on")
-    for name, value in run.facts.items():
-        change = f"{path} was saved with {name}={state[name]}, and this run has {value}"
-        if name in ("source", "torch", "matmul_dtype") and value != state[name]:
-            run.log(change)
-        elif name != "train_shards":
-            require(value == state[name], f"{change}: restore the data, or build_optimizers")
+        facts["train_shards"] = facts["train_shards"][: len(saved_shards)]
+    for name, value in facts.items():
+        fix = "restore the data and the optimizers that the run has had"
+        require(value == state[name], f"{path} was saved with another {name}: {fix}")
+    for name, value in run.environment.items():
+        if value != state[name]:
+            run.log(f"{path} was saved with {name}={state[name]}, and this run has {value}")
 
 
 def load_init(run, path):
@@ -1790,8 +1790,7 @@ def set_up(args, stop):
         log = Log(Path(args.log_dir, f"{run_id[0]}.txt"), rank, args.num_iterations)
         place = rank, world_size, device
         run = Run(args, *place, model, optimizers, loader, validation_tokens, log, stop)
-        facts.update(vars(args))
-        facts.update(run.facts)
+        facts.update(vars(args) | run.facts | run.environment)
     return run
 
 
