@@ -245,8 +245,8 @@ def parse_args(argv):
     if "vocab_size" not in given:
         manifest = read_manifest(settings["train_files"])
         size = manifest.get("vocab_size", settings["vocab_size"])
-        if size >= 1024:  # rounding up a vocabulary of bytes would cost more than it gains
-            size = (size + 127) // 128 * 128
+        if size >= 1024:  # a vocabulary of bytes stays as it is
+            size = (size + 127) // 128 * 128  # rounded up, for speed
         settings["vocab_size"] = size
     if "val_files" in given and "target_val_loss" not in given:
         settings["target_val_loss"] = 0.0  # the preset's target applies only to its own data
@@ -1242,8 +1242,8 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
         micro_loss = model(x, y) * (size / len(inputs) / world_size)
         micro_loss.backward()
         loss += micro_loss.detach()
-    # The norms are taken before the all-reduce, which would hide which rank is at fault. Of a sparse
-    # gradient, the norm of its values is taken.
+    # Norms of the gradients, or of the values of sparse ones. They are taken before the all-reduce,
+    # which would hide which rank is at fault.
     gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
     gradients = [g._values() if g.is_sparse else g for g in gradients]
     norms = torch.stack(torch._foreach_norm(gradients))
