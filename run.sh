@@ -14,10 +14,6 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# A stopped run prints this command to resume it. Exported below, before training starts.
-RUN_COMMAND="${PYTHON:+PYTHON=$PYTHON }${NPROC:+NPROC=$NPROC }bash run.sh"
-[ $# -eq 0 ] || RUN_COMMAND+=$(printf ' %q' "$@")
-
 fail() {
     echo "run.sh: $*" >&2
     exit 1
@@ -116,7 +112,6 @@ pack) exec "$python" data/pack.py "${@:2}" ;;
 records/*) exec "$python" records/tools/rerun.py "$@" ;;
 *)
     [ ! -f "$tool" ] || exec "$python" "$tool" "${@:2}"
-    export RUN_COMMAND
     answer=
     for argument; do  # removes --yes from the arguments
         shift

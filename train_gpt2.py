@@ -245,8 +245,8 @@ def parse_args(argv):
     if "vocab_size" not in given:
         manifest = read_manifest(settings["train_files"])
         size = manifest.get("vocab_size", settings["vocab_size"])
-        if size >= 1024:
-            size = (size + 127) // 128 * 128  # the next multiple of 128, for speed
+        if size >= 1024:  # a vocabulary of bytes stays as it is
+            size = (size + 127) // 128 * 128  # rounded up, for speed
         settings["vocab_size"] = size
     if "val_files" in given and "target_val_loss" not in given:
         settings["target_val_loss"] = 0.0  # the preset's target applies only to its own data
@@ -1242,9 +1242,10 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
         micro_loss = model(x, y) * (size / len(inputs) / world_size)
         micro_loss.backward()
         loss += micro_loss.detach()
+    # Norms of the gradients, or of the values of sparse ones. They are taken before the all-reduce,
+    # which would hide which rank is at fault.
     gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
     gradients = [g._values() if g.is_sparse else g for g in gradients]
-    # The norms are taken before the all-reduce, which would hide which rank is at fault.
     norms = torch.stack(torch._foreach_norm(gradients))
     loss, sum_of_norms = sum_over_ranks(torch.stack([loss, norms.sum()]))
     if world_size > 1:
@@ -1452,12 +1453,15 @@ class Run:
         self.tokens = self.args.num_iterations * self.train_loader.tokens_per_step
         self.epochs = self.tokens / stream.total_tokens  # times that the run reads its text
         self.folder = self.log.path.with_suffix("")
-        # What the result depends on besides the settings. All files of the run store it.
+        # Together with the settings, this is what the ranks must agree on and what all files of the
+        # run store. A resumed run must have the same facts, but its environment may differ.
         self.facts = dict(
             val_hash=hashlib.sha256(self.validation_tokens).hexdigest()[:16],
             train_shards=stream.contents,
             encoding=stream.encoding,
             optimizer_names=[type(optimizer).__name__ for optimizer in self.optimizers],
+        )
+        self.environment = dict(
             matmul_dtype=str(self.model.dtype),
             torch=str(torch.__version__),
             source=hashlib.sha256(SOURCE.encode()).hexdigest()[:16],
@@ -1564,7 +1568,7 @@ def save(run, name, **more):
     path, partial = run.folder / name, run.folder / "partial"
     settings, model = vars(run.args), run.model.state_dict()
     state = dict(format=FORMAT, run_id=run.folder.name, step=run.step, hyperparameters=settings)
-    state |= dict(**run.facts, model=model, **more)
+    state |= dict(**run.facts, **run.environment, model=model, **more)
     require_finite(state, path)
     if run.rank != 0:
         return True
@@ -1693,20 +1697,17 @@ def load_checkpoint(run, path):
 
 def check_facts(run, state, path):
     """Raise UserError if a checkpoint is of other data or optimizers; log what else has changed."""
-    shards, saved_shards = run.facts["train_shards"], state["train_shards"]
+    facts, saved_shards = dict(run.facts), state["train_shards"]
     tokens_read = state["step"] * run.train_loader.tokens_per_step
     # Shards may be added, unless the run is shuffled or has already come to the end of its data.
     if not run.args.shuffle and tokens_read < sum(size for size, _ in saved_shards):
-        shards = shards[: len(saved_shards)]
-    same = shards == saved_shards
-    files = run.args.train_files
-    require(same, f"{files!r} no longer holds the tokens that {path} was trained on")
-    for name, value in run.facts.items():
-        change = f"{path} was saved with {name}={state[name]}, and this run has {value}"
-        if name in ("source", "torch", "matmul_dtype") and value != state[name]:
-            run.log(change)
-        elif name != "train_shards":
-            require(value == state[name], f"{change}: restore the data, or build_optimizers")
+        facts["train_shards"] = facts["train_shards"][: len(saved_shards)]
+    for name, value in facts.items():
+        fix = "restore the data and the optimizers that the run has had"
+        require(value == state[name], f"{path} was saved with another {name}: {fix}")
+    for name, value in run.environment.items():
+        if value != state[name]:
+            run.log(f"{path} was saved with {name}={state[name]}, and this run has {value}")
 
 
 def load_init(run, path):
@@ -1790,8 +1791,7 @@ def set_up(args, stop):
         log = Log(Path(args.log_dir, f"{run_id[0]}.txt"), rank, args.num_iterations)
         place = rank, world_size, device
         run = Run(args, *place, model, optimizers, loader, validation_tokens, log, stop)
-        facts.update(vars(args))
-        facts.update(run.facts)
+        facts.update(vars(args) | run.facts | run.environment)
     return run
 
 

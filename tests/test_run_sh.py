@@ -2,7 +2,6 @@
 
 import os
 import pty
-import shlex
 import shutil
 import signal
 import subprocess
@@ -20,7 +19,7 @@ case "$*" in
 *-c*) ;;
 *train_gpt2.py*)
     trap 'echo saved; sleep 0.3; kill $!; exit ${STATUS:-0}' TERM INT
-    echo "$*"; echo "$RUN_COMMAND"
+    echo "$*"
     [ -z "$STOP" ] || { sleep 30 >/dev/null 2>&1 & eval "$STOP"; wait; }
     exit ${STATUS:-0} ;;
 *) echo "$*" ;;
@@ -91,12 +90,10 @@ def test_run_sh_data_packs_the_sources_of_torch(tmp_path):
     ],
 )
 def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, given, processes, command, tmp_path):
-    """--preset=cpu stays on the CPU. RUN_COMMAND holds the command as it was typed."""
+    """--preset=cpu stays on the CPU."""
     status, lines, _ = run_sh(tmp_path, *given.split(), gpus=gpus, NPROC=nproc)
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
-    assert (status, lines[-2]) == (0, launcher * (processes > 1) + "train_gpt2.py " + command)
-    environment = [f"PYTHON={tmp_path}/python", f"NPROC={nproc}"][: 2 if nproc else 1]
-    assert shlex.split(lines[-1]) == [*environment, "bash", "run.sh", *given.split()]
+    assert (status, lines[-1]) == (0, launcher * (processes > 1) + "train_gpt2.py " + command)
     parse_args(command.split())
 
 
