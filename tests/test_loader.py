@@ -262,6 +262,8 @@ def test_a_shuffled_epoch_reads_every_sequence_once(tmp_path):
         assert torch.equal(targets, (inputs[:, :1] + torch.arange(1, 6)) % 100)
         epochs.append(inputs.tolist())
     assert epochs[0] != epochs[1] != epochs[2]
+    offsets = {loader.batch(5 * epoch)[0][0, 0].item() % 5 for epoch in range(9)}
+    assert len(offsets) > 1, "each epoch is cut at new places"
     for seed, same in (7, True), (8, False):
         (other,) = open_ranks(pattern, 4, 5, 1, shuffle_seed=seed)
         assert (other.batch(0)[0].tolist() == epochs[0][:4]) == same
