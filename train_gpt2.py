@@ -1537,7 +1537,8 @@ def reporting_malformed(path):
     except (UserError, OSError, MemoryError):
         raise
     except Exception as error:
-        raise UserError(f"{path} does not fit this train_gpt2.py ({error!r})") from error
+        reason = repr(error)[:300]  # PyTorch may list all parameters
+        raise UserError(f"{path} does not fit this train_gpt2.py ({reason})") from error
 
 
 def read_pt(path):
