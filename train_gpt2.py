@@ -1790,8 +1790,9 @@ def set_up(args, stop):
         model = GPT(args, choose_dtype(args, device)).to(device)
         optimizers = build_optimizers(model, args, rank, world_size)
         log = Log(Path(args.log_dir, f"{run_id[0]}.txt"), rank, args.num_iterations)
-        place = rank, world_size, device
-        run = Run(args, *place, model, optimizers, loader, validation_tokens, log, stop)
+        run = Run(
+            args, rank, world_size, device, model, optimizers, loader, validation_tokens, log, stop
+        )
         facts.update(vars(args) | run.facts | run.environment)
     return run
 
