@@ -14,6 +14,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
+trap 'exit 130' INT
+
 fail() {
     echo "run.sh: $*" >&2
     exit 1
@@ -22,12 +24,20 @@ fail() {
 [[ ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]] ||
     fail "NPROC=$NPROC must be a number of processes from 1 to 9999; unset it to start one per GPU"
 
+tool=records/tools/${1:-none}.py
+grep -qs '^if __name__ == "__main__":' "$tool" || tool=  # the other files there are modules
+case "${1:-}" in
+"" | -* | test | check | profile | data | pack | records/*) ;;
+*) [ -n "$tool" ] || fail "$1 is neither a setting (--name=value) nor a tool: \`head -13 run.sh\`" \
+    "shows what there is" ;;
+esac
+
 # Use the packages of $PYTHON, or install them into .venv if one is missing.
 python=${PYTHON:-python3}
 requirements=requirements.txt
 case "${1:-}" in
 test) requirements+=" records/requirements.txt tests/requirements.txt" ;;
-records/* | report | compare | ab | export) requirements+=" records/requirements.txt" ;;
+records/* | report | compare | ab | export | track) requirements+=" records/requirements.txt" ;;
 esac
 has_packages="from importlib.metadata import version
 for name in '''$(sed -n 's/^\([a-z_-]*\)[=>][^;]*$/\1/p' $requirements)'''.split():
@@ -46,7 +56,8 @@ count_gpus() {
     gpus=0
     case " $* " in
     *" --preset"[=\ ]"cpu "*) ;;  # the CPU record, even if there are GPUs
-    *) gpus=$("$python" -c "import torch; print(torch.cuda.device_count())") ;;
+    *) gpus=$("$python" -c "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
+import torch; print(torch.cuda.device_count())") ;;
     esac
 }
 
@@ -66,6 +77,14 @@ has_record_data() {
     grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 $manifest &&
         grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 $manifest &&
         "$python" data/shards.py data/torch_sources >/dev/null
+}
+
+# Succeed if the settings name data that the user has prepared.
+has_own_data() {
+    case " $*" in
+    *" --preset"[=\ ]text* | *" --train_files"*) ;;
+    *) false ;;
+    esac
 }
 
 pack_torch_sources() {
@@ -94,7 +113,6 @@ fetch_fineweb() {
     "$python" data/fineweb.py
 }
 
-tool=records/tools/${1:-none}.py
 case "${1:-}" in
 test)
     if [ $# -eq 1 ]; then
@@ -104,31 +122,32 @@ test)
     OMP_NUM_THREADS=1 exec "$python" -m pytest "${@:2}" ;;
 check | profile)
     count_gpus "$@"
-    [ "$gpus" -gt 0 ] || pack_torch_sources
+    [ "$gpus" -gt 0 ] || has_own_data "$@" || pack_torch_sources
     [ "$1" = check ] || tool=records/tools/step_profile.py
     launch "$tool" "${@:2}" ;;
 data) pack_torch_sources ;;
 pack) exec "$python" data/pack.py "${@:2}" ;;
 records/*) exec "$python" records/tools/rerun.py "$@" ;;
 *)
-    [ ! -f "$tool" ] || exec "$python" "$tool" "${@:2}"
+    [ -z "$tool" ] || exec "$python" "$tool" "${@:2}"
     answer=
     for argument; do  # removes --yes from the arguments
         shift
         if [ "$argument" = --yes ]; then answer=yes; else set -- "$@" "$argument"; fi
     done
     count_gpus "$@"
-    case "$gpus $*" in
-    *" --help"* | *" -h"*) ;;
-    *" --preset"[=\ ]text* | *" --train_files"*)
-        echo "training on your own data; Ctrl-C saves a checkpoint and exits" ;;
-    "0 "*)
-        echo "training the CPU record; Ctrl-C saves a checkpoint and exits"
-        pack_torch_sources ;;
-    *)
-        echo "training GPT-2 124M on FineWeb; Ctrl-C saves a checkpoint and exits"
-        fetch_fineweb "$answer" ;;
+    case " $*" in
+    *" --help"* | *" -h"*) launch train_gpt2.py "$@" ;;
     esac
+    if has_own_data "$@"; then
+        echo "training on your own data; Ctrl-C saves a checkpoint and exits"
+    elif [ "$gpus" -eq 0 ]; then
+        echo "training the CPU record; Ctrl-C saves a checkpoint and exits"
+        pack_torch_sources
+    else
+        echo "training GPT-2 124M on FineWeb; Ctrl-C saves a checkpoint and exits"
+        fetch_fineweb "$answer"
+    fi
     [ "$gpus $#" = "0 0" ] || launch train_gpt2.py "$@"
     # Without arguments, the CPU record ends with a sample, unless a signal stops the training.
     signals=0

@@ -56,6 +56,11 @@ try:
 except ImportError:  # without tqdm, the terminal shows a line per step instead of a progress bar
     tqdm = None
 
+# On a CPU, the first call of these functions may be inaccurate if several threads share it
+# (https://github.com/pytorch/pytorch/issues/188792). So the first one takes a single number.
+for function in torch.cos, torch.sin, torch.sqrt:
+    function(torch.ones(1))
+
 
 # ---- Settings -----------------------------------------------------------------------------------
 class UserError(ValueError):
@@ -321,7 +326,7 @@ def join_processes(args):
     Raises UserError if the environment or the device is unusable.
     """
     in_torchrun = "RANK" in os.environ
-    alone = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) == 1
+    alone = number_in_environment("SLURM_STEP_NUM_TASKS", 1) == 1
     require(in_torchrun or alone, "srun started several tasks without torchrun: use srun torchrun")
     device = choose_device(args)
     gpu = device if device.type == "cuda" else None
@@ -344,6 +349,13 @@ def join_processes(args):
     return 0, 1, device
 
 
+def number_in_environment(name, default):
+    """Return an environment variable as an int, or default if it is not set."""
+    text = os.environ.get(name, str(default))
+    require(text.isdecimal(), f"the environment variable {name}={text} must be a number: unset it")
+    return int(text)
+
+
 def leave_processes():
     """Leave the process group, if there is one."""
     if dist.is_initialized():
@@ -358,11 +370,11 @@ def choose_device(args):
     gpus = torch.cuda.device_count()
     if args.device == "cpu" or (args.device == "auto" and gpus == 0):
         return torch.device("cpu")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = number_in_environment("LOCAL_WORLD_SIZE", 1)
     usable = processes <= gpus and torch.cuda.is_available()
     fix = "start fewer processes, check the driver, or pass --device=cpu"
     require(usable, f"PyTorch cannot give each of {processes} processes one of {gpus} GPUs: {fix}")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cuda", number_in_environment("LOCAL_RANK", 0))
 
 
 def sum_over_ranks(tensor):
@@ -1183,6 +1195,7 @@ def choose_dtype(args, device):
 def configure_backend(args, device):
     """Set PyTorch's global options for this device. This is the only place that does."""
     from torch._functorch import config as functorch_config  # slow to import
+    from torch._inductor import config as inductor_config
 
     torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad warns unless this is set
     if device.type == "cuda":
@@ -1193,6 +1206,8 @@ def configure_backend(args, device):
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     # Recompute some activations in the backward pass: cheaper on a CPU than loading them.
     functorch_config.activation_memory_budget = 0.7
+    # Compile for this CPU's vector instructions without first compiling tests of each kind of them.
+    inductor_config.cpp.vec_isa_ok = True
     # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
     # would not be bit-reproducible.
     torch.use_deterministic_algorithms(True)
@@ -1822,7 +1837,7 @@ def main(args, stop=None):
     elif start == "new":
         log("a high first loss is expected: an untrained tied head predicts the input token")
     if args.compile:
-        log("compiling (up to a minute)")
+        log("compiling (up to a minute; --compile=false starts at once, but trains more slowly)")
     with log.timed("compile"):
         compile_model(run.model, run.args, *validation_batch(run, 0))
     with agreement():

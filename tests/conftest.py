@@ -19,6 +19,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt2.py"
@@ -45,7 +46,8 @@ def pytorchs_own_settings():
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    with functorch_config.patch(activation_memory_budget=1.0):
+    budget = functorch_config.patch(activation_memory_budget=1.0)
+    with budget, inductor_config.patch({"cpp.vec_isa_ok": None}):
         yield
 
 

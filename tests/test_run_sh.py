@@ -34,7 +34,8 @@ def run_sh(folder, *arguments, gpus=0, stdin=subprocess.DEVNULL, **changes):
     """
     shutil.copy(ROOT / "run.sh", folder)
     requirements = ROOT / "requirements.txt", *ROOT.glob("*/requirements.txt")
-    for path in *ROOT.glob("records/tools/*.py"), *requirements:
+    shutil.copytree(ROOT / "records/tools", folder / "records/tools", dirs_exist_ok=True)
+    for path in requirements:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.touch()
@@ -97,6 +98,11 @@ def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, given, processes, com
     parse_args(command.split())
 
 
+def test_run_sh_does_not_pack_the_records_data_for_a_users_own(tmp_path):
+    for command in "check", "profile", "":
+        assert len(run_sh(tmp_path, *command.split(), "--train_files=mine.bin")[1]) <= 2
+
+
 @pytest.mark.parametrize("answer", [None, "n\n", "y\n"])
 def test_a_download_needs_consent_on_a_terminal_or_yes(answer, tmp_path):
     options = {}
@@ -126,6 +132,14 @@ def test_run_sh_ends_the_cpu_record_with_a_sample(status, stop, tmp_path):
     assert done == status, stderr
     assert ("saved" in lines) == (stop != "")
     assert (lines[-1] == "records/tools/sample.py def ") == (status == 0 and not stop)
+
+
+@pytest.mark.parametrize("word", ["weights", "runlog", "trian"])
+def test_what_is_no_tool_is_rejected(word, tmp_path):
+    """Nor are the modules of the tools."""
+    status, lines, stderr = run_sh(tmp_path, word)
+    assert (status, lines, stderr.count("\n")) == (1, [], 1)
+    assert f"{word} is neither a setting" in stderr
 
 
 @pytest.mark.parametrize("nproc", ["abc", "0", "1.5", " 2", "99999"])

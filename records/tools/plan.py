@@ -16,10 +16,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 from report import markdown
-from runlog import ROOT, argument_parser, command, require
+from runlog import ROOT, argument_parser, command, packages, require
 
 sys.path.insert(0, str(ROOT))
-import gpu_compiler  # before torch
+with packages():
+    import gpu_compiler  # before torch
 import torch
 import torch.distributed as dist
 from step_profile import parts_in_ranges

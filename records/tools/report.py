@@ -241,7 +241,14 @@ def draw(groups, path):
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, loc="upper right")
-    axes.set_title("Validation loss (solid) and training loss (dotted, averaged)", fontsize=11)
+    names = ", ".join(groups).replace("$", r"\$")
+    kinds = "validation loss (solid) and training loss (dotted, averaged)"
+    axes.set_title(f"{names}\n{kinds}" if len(groups) < 4 else kinds, fontsize=11)
+    if len(runs) == 1 and runs[0].train_seconds and runs[0].last_step:
+        speed = runs[0].last_step * runs[0].tokens_per_step / runs[0].train_seconds
+        to_seconds_and_back = (lambda tokens: tokens / speed), (lambda seconds: seconds * speed)
+        top = axes.secondary_xaxis("top", functions=to_seconds_and_back)
+        top.set_xlabel("seconds of training")
     figure.savefig(path, dpi=90)
 
 

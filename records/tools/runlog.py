@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def packages():
     try:
         yield
     except ModuleNotFoundError as error:
-        fix = f"{sys.executable} -m pip install -r records/requirements.txt"
+        fix = f"{sys.executable} -m pip install {error.name}"
         sys.exit(f"{Path(sys.argv[0]).name}: {error.name} is not installed: {fix}")
 
 
@@ -66,9 +67,13 @@ def command(main):
     try:
         sys.exit(main(sys.argv[1:]))
     except (ValueError, OSError, subprocess.SubprocessError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+        message = str(error)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:  # unexpected, so say where
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}")
 
 
 def require(condition, sentence):

@@ -27,7 +27,8 @@ def pick(logits, temperature, top_k, generator):
     if top_k:
         lowest = logits.topk(min(top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
-    probabilities = (logits / temperature).softmax(-1)
+    # Subtracting the maximum first keeps the quotients finite at any temperature.
+    probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)
     return torch.multinomial(probabilities, 1, generator=generator).item()
 
 

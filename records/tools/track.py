@@ -4,16 +4,15 @@
     bash run.sh track logs/RUN.txt --wandb PROJECT       # WANDB_MODE=offline needs no account
 
 It sends the losses, the training time and the hyperparameters. It stops when the log contains the
-result, or on Ctrl-C. A step that a resumed run repeats is sent only once. If the tool is started
-again, it sends the whole log again.
+result or is deleted, or on Ctrl-C. A step that a resumed run repeats is sent only once. If the tool
+is started again, it sends the whole log again.
 """
 
 import contextlib
-import sys
 import time
 from pathlib import Path
 
-from runlog import argument_parser, command, read
+from runlog import argument_parser, command, packages, read
 
 
 def new_points(run, pause=1.0):
@@ -28,6 +27,8 @@ def new_points(run, pause=1.0):
         if run.ended:
             return
         time.sleep(pause)
+        if not run.path.exists():
+            return
         with contextlib.suppress(ValueError):  # a resumed run is still writing its settings
             run = read(run.path)
 
@@ -41,25 +42,24 @@ def main(argv):
     options = parser.parse_args(argv)
     run = read(options.log)
     points = new_points(run)
-    try:
-        if options.tensorboard:
+    if options.tensorboard:
+        with packages():
             from torch.utils.tensorboard import SummaryWriter
 
-            with SummaryWriter(options.tensorboard, purge_step=0, flush_secs=1) as writer:
-                text = "\n".join(f"    {name}={value!r}" for name, value in run.settings.items())
-                writer.add_text("hyperparameters", text)
-                for step, values in points:
-                    for name, value in values.items():
-                        writer.add_scalar(name, value, step)
-        else:
+        with SummaryWriter(options.tensorboard, purge_step=0, flush_secs=1) as writer:
+            text = "\n".join(f"    {name}={value!r}" for name, value in run.settings.items())
+            writer.add_text("hyperparameters", text)
+            for step, values in points:
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
+    else:
+        with packages():
             import wandb
 
-            names = dict(project=options.wandb, name=options.log.stem)
-            with wandb.init(**names, config=run.settings) as tracked:
-                for step, values in points:
-                    tracked.log(values, step=step)
-    except ImportError as error:
-        sys.exit(f"track.py: {error.name} is not installed: pip install {error.name}")
+        names = dict(project=options.wandb, name=options.log.stem)
+        with wandb.init(**names, config=run.settings) as tracked:
+            for step, values in points:
+                tracked.log(values, step=step)
 
 
 if __name__ == "__main__":
