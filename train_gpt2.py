@@ -1561,7 +1561,7 @@ def read_pt(path):
     require(is_complete(path), f"{path} is not a complete file of train_gpt2.py")
     with reporting_malformed(path):
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
-        version = state["format"]
+        version = int(state["format"])
     fix = "use the version of train_gpt2.py that wrote it"
     require(version == FORMAT, f"{path} has format {version}, not {FORMAT}: {fix}")
     require_finite(state, path)
@@ -1667,7 +1667,9 @@ def restore(run):
     paths = [Path(args.resume)] if args.resume else []
     if args.resume == "auto":
         if result.exists():
-            settings = different_settings(read_pt(result), args, settings_in("model", "training"))
+            state = read_pt(result)
+            with reporting_malformed(result):
+                settings = different_settings(state, args, settings_in("model", "training"))
             fix = f"pass another --run_id with --resume=CHECKPOINT or --init={result}"
             require(not settings, f"{run.folder} has finished with {settings}: to go on, {fix}")
             return "finished"

@@ -99,6 +99,8 @@ def list_files(inputs, pattern, exclude, out):
     for path in map(Path, inputs):
         if not path.exists():
             raise ValueError(f"{path} is neither a file nor a folder: give one that exists")
+        if not (path.is_file() or path.is_dir()):  # reading a pipe would hang
+            raise ValueError(f"{path} is not a regular file: save its content as one")
         if path.resolve() == out.resolve():
             raise ValueError(f"--out={out} is an input, too: give another folder")
         if path.is_dir():

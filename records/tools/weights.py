@@ -58,6 +58,10 @@ def load(path, device="cpu", dtype=None):
     with train_gpt2.reporting_malformed(path):
         known = state["hyperparameters"].keys() & Hyperparameters.__dataclass_fields__
         args = Hyperparameters(**{name: state["hyperparameters"][name] for name in known})
+        require(isinstance(state["encoding"], str | None), "encoding is not a name")
+        require(isinstance(state["step"], int), "step is not an integer")
+        # A checkpoint has no val_loss.
+        require(isinstance(state.get("val_loss", 0.0), float), "val_loss is not a number")
         with torch.device("meta"):  # allocates nothing, because the settings may be far too large
             # A copy, because PyTorch stores assign=True in the dict, which is loaded again below.
             GPT(args).load_state_dict(dict(state["model"]), assign=True)
