@@ -14,7 +14,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-trap 'exit 130' INT
+trap 'echo "run.sh: stopped" >&2; exit 130' INT
 
 fail() {
     echo "run.sh: $*" >&2

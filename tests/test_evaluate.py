@@ -1,6 +1,8 @@
 """evaluate.py: every token counts exactly once, and the loss is that of training."""
 
+import contextlib
 import hashlib
+import json
 import math
 import re
 
@@ -99,6 +101,17 @@ def test_gpt2_tokens_have_the_bytes_of_their_text(gpt2_vocabulary, tmp_path, cap
     write_shard(tmp_path / "b.bin", [50256, 50300])  # an id that only pads the vocabulary
     with pytest.raises(UserError, match="50300"):
         run(capsys, path, tmp_path / "b.bin")
+
+
+def test_shards_of_another_encoding_are_rejected(tmp_path, capsys):
+    """Their manifest tells. The model's encoding, bytes, has as many ids."""
+    path = write_uniform_model(tmp_path)
+    write_shard(tmp_path / "a.bin", range(9))
+    for name, allowed in ("bytes", True), ("letters", False):
+        (tmp_path / "manifest.json").write_text(json.dumps({"encoding": name}))
+        expected = contextlib.nullcontext() if allowed else pytest.raises(UserError, match=name)
+        with expected:
+            run(capsys, path, tmp_path / "a.bin")
 
 
 def test_the_val_loss_of_the_run_is_shown_for_equal_tokens_only(tmp_path, capsys):

@@ -190,6 +190,7 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
         (("out",), "is an input, too"),
         (("a.jsonl",), "no text in a.jsonl"),
         (("a.parquet",), "pip install pyarrow"),
+        (("pipe",), "pipe is not a regular file"),
     ],
 )
 def test_mistakes_are_refused(tmp_path, monkeypatch, arguments, sentence):
@@ -198,6 +199,7 @@ def test_mistakes_are_refused(tmp_path, monkeypatch, arguments, sentence):
         monkeypatch.setattr(tiktoken, "get_encoding", lambda name: large)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
     for name, content in ("a.txt", "text"), ("a.jsonl", "\n"), ("a.parquet", "x"), ("out/b", "b"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import sys
 import time
 from types import SimpleNamespace
 
@@ -286,6 +287,24 @@ def test_mistakes_are_one_sentence(tmp_path):
         done = run_tool("report.py", log, argument, env=environment)
         assert done.returncode == 1 and done.stderr.startswith(f"report.py: {sentence}")
         assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (ValueError("a\n b"), "tool.py: a b"),
+        (KeyError("a"), r"tool.py: KeyError: 'a' \(.*test_records.py:[0-9]+\)"),  # a bug
+        (KeyboardInterrupt(), "130"),
+    ],
+)
+def test_a_tool_reports_any_error_in_one_line(error, status, monkeypatch):
+    def fails(argv):
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["tool.py"])
+    with pytest.raises(SystemExit) as ended:
+        runlog.command(fails)
+    assert re.fullmatch(status, f"{ended.value}")
 
 
 # ---- Pictures -----------------------------------------------------------------------------------

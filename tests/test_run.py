@@ -200,6 +200,7 @@ REFUSALS = {
     "ids beyond the vocabulary": ({"vocab_size": 32}, "but vocab_size=32"),
     "no launcher": ({"RANK": "0"}, "WORLD_SIZE"),
     "srun without torchrun": ({"SLURM_STEP_NUM_TASKS": "4"}, "use srun torchrun"),
+    "not a number": ({"SLURM_STEP_NUM_TASKS": "4x"}, "SLURM_STEP_NUM_TASKS=4x must be a number"),
 }
 
 

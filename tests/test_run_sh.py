@@ -27,6 +27,12 @@ esac
 """
 
 
+def default_signals():
+    """Undo what pytest or an earlier test ignores, because a shell cannot trap what it inherits."""
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def run_sh(folder, *arguments, gpus=0, stdin=subprocess.DEVNULL, **changes):
     """Run a copy of run.sh with stand-ins for Python and the tools.
 
@@ -49,7 +55,7 @@ def run_sh(folder, *arguments, gpus=0, stdin=subprocess.DEVNULL, **changes):
         text=True,
         timeout=60,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # pytest may ignore it
+        preexec_fn=default_signals,
     )
     return done.returncode, done.stdout.splitlines(), done.stderr
 

@@ -43,6 +43,7 @@ def test_picks_have_the_probabilities_of_the_softmax():
     expected = (logits[:3] / 1.5).softmax(0).tolist()
     seen = [picks.count(token) / 4000 for token in range(4)]
     assert seen == pytest.approx([*expected, 0], abs=0.03)
+    assert sample.pick(logits, 1e-300, 0, generator) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Interrupted runs and damaged files: a run loses nothing and says why it ended."""
 
+import contextlib
 import fcntl
 import functools
 import io
@@ -40,6 +41,7 @@ from conftest import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from weights import load as load_weights
 
 import train_gpt2
 from train_gpt2 import Hyperparameters, UserError
@@ -838,6 +840,9 @@ def test_any_changed_part_of_a_checkpoint_is_refused_or_harmless(data, half):
         del parent[path[-1]]
     changed = write_weights(Path(half["log_dir"], "changed.pt"), state)
     before = content(changed.parent / "half")
+    with contextlib.suppress(UserError):
+        _, _, state = load_weights(changed)  # as the tools do
+        assert isinstance(state["encoding"], str | None) and state["step"] >= -1
     try:
         assert run_here(half, 1, resume=str(changed)) is None
     except UserError as error:

@@ -48,6 +48,13 @@ def test_wandb_writes_a_run_offline(tmp_path, monkeypatch):
     assert b"train_loss" in content and b"val_loss" in content and b"n_embd" in content
 
 
+def test_track_ends_when_the_log_is_deleted(tmp_path, monkeypatch):
+    log = write_log(tmp_path / "log.txt", stopped_at=25)
+    monkeypatch.setattr(track, "time", SimpleNamespace(sleep=lambda _: log.unlink()))
+    steps = [step for step, _ in track.new_points(runlog.read(log))]
+    assert max(steps) == 25
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [

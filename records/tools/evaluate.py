@@ -61,9 +61,14 @@ def total_nats(gpt, tokens, T, stride):
 
 
 # ---- Texts --------------------------------------------------------------------------------------
-def read_shards(pattern, args, count=None):
+def read_shards(pattern, args, encoding, count=None):
     """Return the first `count` tokens (default: all) of the shards matching a glob, (N,) int32."""
     stream = TokenStream(pattern, args.vocab_size)
+    if stream.encoding not in (None, encoding.name):
+        raise UserError(
+            f"{pattern!r} has the encoding {stream.encoding}, and the model {encoding.name}: give "
+            f"a text, or shards of that encoding"
+        )
     count = count or stream.total_tokens
     if count > stream.total_tokens:
         raise UserError(
@@ -79,7 +84,7 @@ def read_text(name, args, encoding):
         raise UserError(f"{name} is not a file: name texts, shards, or - for standard input")
     content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     if content.startswith(SHARD_MAGIC.to_bytes(4, "little")):  # which is not valid UTF-8
-        return read_shards(glob.escape(name), args)
+        return read_shards(glob.escape(name), args, encoding)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -152,7 +157,7 @@ def main(argv):
     encoding = weights.encoding_of(state, args, options.encoding)
     texts = {name: read_text(name, args, encoding) for name in options.texts}
     if not options.texts:
-        tokens = read_shards(str(ROOT / args.val_files), args, args.val_tokens + 1)
+        tokens = read_shards(str(ROOT / args.val_files), args, encoding, args.val_tokens + 1)
         texts = {args.val_files: tokens}
     print(f"{path}: windows of {T} tokens, stride {stride}; {options.device}, {gpt.dtype}")
     measure(gpt, texts, encoding, T, stride)
