@@ -1746,6 +1746,10 @@ def load_optimizer(optimizer, saved, log):
                 log(f"{type(optimizer).__name__} continues with {name}={saved_group[name]}")
     full_rates = [group["lr"] for group in groups]
     optimizer.load_state_dict(saved)
+    for p, state in optimizer.state.items():
+        # A fused optimizer does not check the shapes, and could crash the process.
+        shapes = {value.shape for value in state.values()}
+        require(shapes <= {p.shape, torch.Size()}, f"states of shapes {shapes} for {p.shape}")
     for group, full_lr in zip(optimizer.param_groups, full_rates):
         group["lr"] = group["initial_lr"] = full_lr
 
