@@ -42,6 +42,8 @@ def fetch(name, folder):
         if file_sha256(folder / name) == sha256:
             return
         print(f"{folder / name} is damaged: downloading it again", flush=True)
+    # Ask for the file first: hf_hub_download tries for six minutes if the hub does not answer.
+    get_hf_file_metadata(hf_hub_url(filename=name, **SOURCE), timeout=30)
     staging = folder / ".download"
     # The cache is an empty one, because a file in the user's own cache may be damaged.
     path = hf_hub_download(filename=name, local_dir=staging, cache_dir=staging / "cache", **SOURCE)

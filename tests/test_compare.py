@@ -65,6 +65,7 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
         ({}, {"num_iterations": 20}, AGAINST, "a read 1,280 tokens and b 640: the first side may"),
         ({}, {"loss": 1.2}, AGAINST, "all losses of b are {1.2}: a test needs some spread"),
         ({}, {}, "--target=1.5 --n=5", "a has 3 runs, but n=5 was fixed in advance"),
+        ({}, {}, "--target=inf", "--target=inf must be a loss"),
         ({}, {}, "--target=1.7", "not the target in the logs, 1.5"),
         ({}, {}, "--against {}/a*", "a log is on both sides"),
         ({}, {}, "--against {}/b_seed1.txt", "b has 1 run"),

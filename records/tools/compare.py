@@ -15,6 +15,7 @@ group that read more tokens than the second. Losses are in nats per token.
 
 from collections import defaultdict
 
+import math
 import numpy as np
 from report import check_equal, collect, escaped, markdown
 from runlog import COMPARABLE, MAY_VARY, argument_parser, command, packages, require, with_new_names
@@ -107,6 +108,8 @@ def check(sides, target, n):
         require(len(losses) > 1, f"all losses of {name} are {losses}: a test needs some spread")
     every = [run for _, runs in sides for run in runs]
     require(len({run.path.resolve() for run in every}) == len(every), "a log is on both sides")
+    finite = target is None or math.isfinite(target)
+    require(finite, f"--target={target} must be a loss, such as 1.32")
     logged = every[0].settings.get("target_val_loss")
     require(
         target in (None, logged) or not logged,
