@@ -13,9 +13,9 @@ sequence_length, hardware, number of processes or dtype. With --n, it also rejec
 group that read more tokens than the second. Losses are in nats per token.
 """
 
+import math
 from collections import defaultdict
 
-import math
 import numpy as np
 from report import check_equal, collect, escaped, markdown
 from runlog import COMPARABLE, MAY_VARY, argument_parser, command, packages, require, with_new_names
