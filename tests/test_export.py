@@ -158,7 +158,9 @@ def test_too_many_tokens_and_unusable_caches_are_refused(plain, pieces):
         model.generate(tokens, max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert model(tokens).past_key_values.get_seq_length() == 5
     assert with_pieces(tokens, use_cache=True).past_key_values is None
-    with pytest.raises(ValueError, match="cannot use past_key_values"):
+    with pytest.raises(ValueError, match="cannot use a cache"):
+        with_pieces(tokens, cache=DynamicCache())
+    with pytest.raises(ValueError, match="cannot use a cache"):  # before transformers 5.24
         with_pieces(tokens, past_key_values=DynamicCache())
 
 

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 class GPT2SpeedrunConfig(PretrainedConfig):
     model_type = "gpt2_speedrun"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ("cache", "past_key_values")
     attribute_map = {  # noqa: RUF012  # the names that transformers and its users look for
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
@@ -156,6 +156,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids,
         attention_mask=None,
+        cache=None,
         past_key_values=None,
         labels=None,
         use_cache=None,
@@ -167,16 +168,18 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: (B, T) int64. attention_mask: (B, S), 0 for padding. Padding takes up positions,
         which is harmless, because rotary attention depends only on distances. labels: (B, T),
         equal to input_ids, or -100 to ignore a token. logits_to_keep: return only the logits of
-        this many last positions; 0 returns all. Raises ValueError if S exceeds sequence_length, or
-        if a model with n-grams or a key shift gets past_key_values.
+        this many last positions; 0 returns all. past_key_values: the name of cache in transformers
+        before 5.24. Raises ValueError if S exceeds sequence_length, or if a model with n-grams or a
+        key shift gets a cache.
         """
         config = self.config
         use_cache = config.use_cache if use_cache is None else use_cache
-        if past_key_values is not None and not config.can_cache:
-            raise ValueError("a model with n-grams or a key shift cannot use past_key_values")
-        if use_cache and config.can_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cache = past_key_values if cache is None else cache
+        if cache is not None and not config.can_cache:
+            raise ValueError("a model with n-grams or a key shift cannot use a cache")
+        if use_cache and config.can_cache and cache is None:
+            cache = DynamicCache()
+        past = 0 if cache is None else cache.get_seq_length()
         S = past + input_ids.size(1)
         if config.sequence_length < S:
             raise ValueError(f"{S} tokens are more than sequence_length={config.sequence_length}")
@@ -189,7 +192,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         if self.ngrams is not None:
             x = x + self.ngrams(input_ids, is_token)
         for block in self.h:
-            x = block(x, positions, visible, is_token, past_key_values)
+            x = block(x, positions, visible, is_token, cache)
         x = norm(x[:, -logits_to_keep:])
         logits = F.linear(x, self.wte.weight).float()
         if config.logit_softcap:
@@ -197,4 +200,4 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, config.vocab_size, **for_loss)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
