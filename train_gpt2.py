@@ -34,7 +34,7 @@ import zlib
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal, NamedTuple, get_args, get_origin
 
 if __name__ == "__main__":
     # Until training starts, Ctrl-C ends the process without a traceback.
@@ -49,6 +49,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._pytree import tree_leaves
 
 try:
@@ -63,6 +64,9 @@ for function in torch.cos, torch.sin, torch.sqrt:
 
 
 # ---- Settings -----------------------------------------------------------------------------------
+BLOCK = 128  # tokens; the modern model's attention masks are made of blocks of this size
+
+
 class UserError(ValueError):
     """An error that the user can fix. It is reported in one line, without a traceback."""
 
@@ -95,13 +99,25 @@ class Hyperparameters:
     n_layer: int = setting("model", 12, "transformer blocks", low=1, high=1000)
     n_head: int = setting("model", 6, "attention heads", low=1)
     n_embd: int = setting("model", 768, "channels", low=1)
-    max_ngram: int = setting("model", 0, "longest n-gram that has an embedding; 0: none", high=32)
-    ngram_rows: int = setting(
-        "model", 2**18, "rows of the n-gram table; n-grams with equal hashes share a row", low=1)
+    model: Literal["gpt2", "modern"] = setting(
+        "model", "gpt2", "gpt2 is record 7's; modern adds what later records found")
+
+    value_embeddings: int = setting(
+        "modern model", 0, "tables of embeddings that are added to the values of as many first "
+        "layers, and again of the last")
+    window: int = setting(
+        "modern model", 0, "tokens that every fourth layer attends to at the end, within the "
+        "document; others: half as many; 0: the whole sequence")
+    document_token: int = setting("modern model", 50256, "token that starts a document")
+    no_attention: int = setting(
+        "modern model", -1, "layer without attention, from 0; -1: none", low=-1)
     key_shift: int = setting(
-        "model", 0, "positions to shift keys right; 1 lets a layer act as an induction head")
-    logit_softcap: float = setting(
-        "model", 0.0, "s: bound logits z to (-s, s) by s * tanh(z / s); 0 disables it")
+        "modern model", 0, "positions to shift keys right; 1 lets a layer act as an induction head")
+    max_ngram: int = setting(
+        "modern model", 0, "longest n-gram that has an embedding; 0: none", high=32)
+    ngram_rows: int = setting(
+        "modern model", 2**18, "rows of the n-gram table; n-grams with equal hashes share a row",
+        low=1)
 
     seed: int = setting("training", 1337, "seed of the initial weights and of --shuffle")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
@@ -109,11 +125,20 @@ class Hyperparameters:
     batch_size: int = setting("training", 512, "sequences per step, over all processes", low=1)
     sequence_length: int = setting("training", 1024, "tokens per sequence", low=1, high=2**20)
     num_iterations: int = setting("training", 5100, "optimizer steps", low=1)
-    learning_rate: float = setting("training", 0.0036, "of AdamW and Adagrad (embeddings, head)")
+    learning_rate: float = setting("training", 0.0036, "of the head, with AdamW")
+    embedding_learning_rate: float = setting(
+        "training", 0.6, "of the modern model's embeddings, with AdamW (gpt2: tied to the head)")
+    scalar_learning_rate: float = setting(
+        "training", 0.04, "of the modern model's single weights, with AdamW")
+    ngram_learning_rate: float = setting("training", 0.03, "of the n-gram table, with Adagrad")
     muon_learning_rate: float = setting("training", 0.00036, "of Muon (matrices of the blocks)")
     muon_momentum: float = setting("training", 0.95, "of Muon", high=0.9999)
+    muon_momentum_warmup: int = setting(
+        "training", 0, "first steps, over which Muon's momentum grows from 0.85")
     warmdown_iters: int = setting(
-        "training", 1450, "final steps over which the learning rates decay linearly to 0")
+        "training", 1450, "final steps over which the learning rates decay linearly")
+    final_lr: float = setting(
+        "training", 0.0, "learning rates at the end, as a fraction of the full ones", high=1)
     ngram_dropout: float = setting(
         "training", 0.0, "probability of dropping an n-gram; reduces overfitting", high=0.99)
     shuffle: bool = setting(
@@ -159,13 +184,22 @@ class Hyperparameters:
         require(divides, f"n_embd={self.n_embd} must be a multiple of 2 * n_head = {pair}")
         shift, T = self.key_shift, self.sequence_length
         require(shift < T, f"key_shift={shift} must be less than sequence_length={T}")
-        softcap = self.logit_softcap
-        in_range = softcap == 0 or 1 <= softcap <= 1000  # near 0, z / s would overflow
-        require(in_range, f"logit_softcap={softcap} must be 0 or between 1 and 1000")
+        extras = [name for name in settings_in("modern model") if self.differs_from_default(name)]
+        allowed = self.model == "modern" or not extras
+        require(allowed, f"{', '.join(extras)} can only be set with --model=modern")
+        pairs = self.n_layer // 2
+        fits = self.value_embeddings <= pairs
+        require(fits, f"value_embeddings={self.value_embeddings} must be at most {pairs}")
+        whole_blocks = self.window == 0 or T % BLOCK == 0
+        require(whole_blocks, f"sequence_length={T} must be a multiple of {BLOCK} with a window")
         is_name = re.fullmatch(r"([\w-][\w.-]*)?", self.run_id)
         require(is_name, f"run_id={self.run_id!r} may contain only letters, digits and '-_.'")
         has_name = self.run_id or self.resume != "auto"
         require(has_name, "--resume=auto needs --run_id to know which run to resume")
+
+    def differs_from_default(self, name):
+        """Return whether a setting has another value than its default."""
+        return getattr(self, name) != getattr(Hyperparameters, name)
 
 
 def check_setting(field, value):
@@ -199,10 +233,15 @@ def settings_in(*groups):
 PRESETS = {
     "record7": ("the defaults: GPT-2 124M on FineWeb, for eight 80 GB GPUs", {}),
     "24gb": ("the same run on one 24 GB GPU", dict(device_batch_size=32)),
-    "candidate": (
-        "record 7 with bigrams, key shift and soft-cap in 4600 steps; untested",
+    "record21": (
+        "the modern model in 1770 steps: record 21 (2.93 minutes on 8xH100) without FP8",
         dict(
-            max_ngram=2, ngram_rows=251519, key_shift=1, logit_softcap=15.0, num_iterations=4600
+            model="modern", value_embeddings=3, window=1728, no_attention=7,
+            batch_size=8, sequence_length=49152, device_batch_size=1,
+            num_iterations=1770, warmdown_iters=708, final_lr=0.1,
+            learning_rate=0.008, embedding_learning_rate=0.6, scalar_learning_rate=0.04,
+            muon_learning_rate=0.05 / 768**0.5, muon_momentum_warmup=300,
+            val_tokens=213 * 49152,
         ),
     ),
     "cpu": (
@@ -211,7 +250,8 @@ PRESETS = {
             device="cpu",
             train_files="data/torch_sources/train_*.bin",
             val_files="data/torch_sources/val_*.bin",
-            vocab_size=257, n_layer=2, n_head=1, n_embd=128, max_ngram=6, key_shift=1,
+            vocab_size=257, n_layer=2, n_head=1, n_embd=128,
+            model="modern", max_ngram=6, key_shift=1,
             batch_size=16, sequence_length=256, num_iterations=220, warmdown_iters=100,
             learning_rate=0.03, muon_learning_rate=0.002,
             val_loss_every=55, val_tokens=420864,  # 1,644 sequences
@@ -225,7 +265,7 @@ PRESETS = {
             val_files="data/mine/val_*.bin",
             allow_repeat=True, shuffle=True,
             vocab_size=257, n_layer=4, n_head=2, n_embd=128,
-            max_ngram=6, ngram_rows=2**18, ngram_dropout=0.6, key_shift=1, logit_softcap=15.0,
+            model="modern", max_ngram=6, ngram_rows=2**18, ngram_dropout=0.6, key_shift=1,
             batch_size=16, sequence_length=256,
             num_iterations=1040, warmdown_iters=840,
             learning_rate=0.004, muon_learning_rate=0.0015,
@@ -487,13 +527,13 @@ class CastedLinear(nn.Linear):
 class Rotary(nn.Module):
     """Rotary position embedding: rotates each pair of channels (i, i + D/2) by a position's angle.
 
-    The paper, https://arxiv.org/abs/2104.09864, rotates by the opposite angle. The models are
-    equivalent: negating the channels i + D/2 of all queries and keys turns one into the other.
+    frequencies: (D/2,), in radians per position; pairs with frequency 0 are not rotated. The paper,
+    https://arxiv.org/abs/2104.09864, rotates by the opposite angle. The models are equivalent:
+    negating the channels i + D/2 of all queries and keys turns one into the other.
     """
 
-    def __init__(self, head_dim, sequence_length):
+    def __init__(self, frequencies, sequence_length):
         super().__init__()
-        frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2).float() / head_dim)
         angles = torch.outer(torch.arange(sequence_length).float(), frequencies)  # (T, D/2)
         cos_sin = torch.stack([angles.cos(), angles.sin()])
         self.register_buffer("cos_sin", cos_sin, persistent=False)  # (2, T, D/2)
@@ -510,15 +550,15 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, args):
         super().__init__()
         C = args.n_embd
+        D = C // args.n_head
         self.n_head = args.n_head
-        self.key_shift = args.key_shift
         # Separate matrices, so that Muon orthogonalizes each one.
         self.c_q = CastedLinear(C, C, bias=False)
         self.c_k = CastedLinear(C, C, bias=False)
         self.c_v = CastedLinear(C, C, bias=False)
         self.c_proj = CastedLinear(C, C, bias=False)
         nn.init.zeros_(self.c_proj.weight)  # every block starts as the identity
-        self.rotary = Rotary(C // args.n_head, args.sequence_length)
+        self.rotary = Rotary(10000.0 ** -(torch.arange(0, D, 2).float() / D), args.sequence_length)
 
     def split_heads(self, x):  # (B, T, C) to (B, T, H, D)
         return x.unflatten(-1, (self.n_head, -1))
@@ -527,9 +567,6 @@ class CausalSelfAttention(nn.Module):
         q = norm(self.split_heads(self.c_q(x)))
         k = norm(self.split_heads(self.c_k(x)))
         v = self.split_heads(self.c_v(x))
-        # Shift keys key_shift positions to the right before the rotary embedding, so that they are
-        # rotated for their new positions. Zeros fill the gap.
-        k = F.pad(k, (0, 0, 0, 0, self.key_shift, 0))[:, : k.size(1)]
         # Attention takes (B, H, T, D), and its result has the memory layout of q. Transposing after
         # the rotation avoids the copy that flatten would otherwise make on GPUs.
         q = self.rotary(q).transpose(1, 2)
@@ -558,6 +595,192 @@ class Block(nn.Module):
 
     def forward(self, x):  # (B, T, C)
         x = x + self.attn(norm(x))
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    """GPT-2 as in record 7, with tied embedding and output head.
+
+    Weights are float32; activations and matmuls have the given dtype.
+    """
+
+    def __init__(self, args, dtype=torch.float32):
+        super().__init__()
+        self.dtype = dtype
+        self.wte = nn.Embedding(args.vocab_size, args.n_embd)
+        self.h = nn.ModuleList(Block(args) for _ in range(args.n_layer))
+        self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
+        self.wte.weight = self.lm_head.weight  # tied, with nn.Linear's initialization
+
+    def forward(self, inputs, targets=None):
+        """Return the mean cross-entropy (float32, in nats), or float32 logits of shape (B, T, V).
+
+        inputs: (B, T) int64, T at most sequence_length. targets: the same shape; entries of -1
+        are ignored. Without targets, the logits are returned.
+        """
+        x = self.wte(inputs).to(self.dtype)  # (B, T, C)
+        for block in self.h:
+            x = block(x)
+        return loss_or_logits(norm(x), self.lm_head.weight, targets)
+
+
+def loss_or_logits(x, weight, targets=None, softcap=0.0):
+    """Return the mean cross-entropy of targets, (B, T), or without targets the logits, (B, T, V).
+
+    x: (B, T, C). weight: (V, C), of the output head. softcap: see compute_logits.
+    """
+    if targets is None:
+        return compute_logits(x, weight.type_as(x), softcap)
+    x, targets = x.flatten(0, 1), targets.flatten()
+    needs_grad = torch.is_grad_enabled()  # inside apply, grad mode is always off
+    return ChunkedCrossEntropy.apply(x, weight, targets, softcap, needs_grad)
+
+
+def compute_logits(x, weight, softcap):
+    """Return float32 logits (..., V) of hidden states x (..., C), for training and inference.
+
+    softcap: s bounds the logits z to (-s, s) by s * tanh(z / s); 0 leaves them as they are.
+    """
+    logits = F.linear(x, weight).float()
+    if softcap:
+        # The tanh is written with a sigmoid, because inductor fuses it better.
+        logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
+    return logits
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy, computed one chunk of tokens at a time, together with its gradients.
+
+    The gradients are computed in forward, while a chunk's logits are in memory; backward only
+    scales them. A large batch is split, because the logits of 64 x 1024 tokens of GPT-2 would take
+    13.2 GB. Targets of -1 are ignored.
+    """
+
+    @staticmethod
+    def chunk_loss(x, weight, targets, softcap, count):
+        logits = compute_logits(x, weight, softcap)
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / count
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
+        # Small chunks are slow, so each holds at least as many logits as 512 GPT-2 tokens.
+        min_chunk_size = 512 * 50304 // len(weight)
+        max_chunks = 2 if x.is_cuda else 8  # an estimate for GPUs, not measured
+        chunks = min(max_chunks, max(1, len(x) // min_chunk_size))
+        count = (targets != -1).sum().clamp(min=1)
+        cast_weight = weight.type_as(x)
+        chunk_loss = ChunkedCrossEntropy.chunk_loss
+        grad_and_value = torch.func.grad_and_value(chunk_loss, argnums=(0, 1))
+        loss = grad_weight = 0.0
+        grad_x = []
+        for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
+            if needs_grad:
+                grads, loss_i = grad_and_value(x_i, cast_weight, targets_i, softcap, count)
+                grad_x.append(grads[0])
+                grad_weight = grad_weight + grads[1].float()
+            else:
+                loss_i = chunk_loss(x_i, cast_weight, targets_i, softcap, count)
+            loss = loss + loss_i
+        if needs_grad:
+            ctx.save_for_backward(torch.cat(grad_x), grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
+
+
+# ---- The modern model: what later public records added to record 7, up to record 21
+class ModernAttention(CausalSelfAttention):
+    """Attention with half-rotated channels, value embeddings, masks and shifted keys."""
+
+    def __init__(self, args):
+        super().__init__(args)
+        D = args.n_embd // args.n_head
+        frequencies = 1024.0 ** -torch.linspace(0, 1, D // 4)
+        frequencies = F.pad(frequencies, (0, D // 2 - D // 4))  # the others carry no position
+        self.rotary = Rotary(frequencies, args.sequence_length)
+        self.key_shift = args.key_shift
+        self.value_weights = nn.Parameter(torch.tensor([0.5, 0.5]))
+        for layer in self.c_q, self.c_k, self.c_v:
+            init_uniform(layer)
+
+    def forward(self, x, value, mask):  # (B, T, C), (B, T, C) or None
+        q = norm(self.split_heads(self.c_q(x)))
+        k = norm(self.split_heads(self.c_k(x)))
+        v = self.value_weights[0] * self.split_heads(self.c_v(x))
+        if value is not None:
+            v = v + self.value_weights[1] * self.split_heads(value)
+        # Shift keys key_shift positions to the right before the rotary embedding, so that they are
+        # rotated for their new positions. Zeros fill the gap.
+        k = F.pad(k, (0, 0, 0, 0, self.key_shift, 0))[:, : k.size(1)]
+        q = self.rotary(q).transpose(1, 2)
+        k = self.rotary(k).transpose(1, 2)
+        y = attend(q, k, v.type_as(q).transpose(1, 2), mask)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+def init_uniform(layer):
+    """Fill a linear layer with uniform values of standard deviation 0.5 / sqrt(columns)."""
+    bound = (3 * 0.5**2 / layer.in_features) ** 0.5
+    nn.init.uniform_(layer.weight, -bound, bound)
+
+
+def attend(q, k, v, mask, scale=0.12):
+    """Return attention (B, H, T, D) of queries to keys, all (B, H, T, D).
+
+    mask: None to attend to the whole sequence, or a result of attention_mask.
+    """
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    if isinstance(mask, torch.Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return flex_attention(q, k, v, block_mask=mask, scale=scale)
+
+
+def attention_mask(documents, window):
+    """Return a mask: each token sees the earlier tokens of its document, within a window.
+
+    documents: (B, T), the number of each token's document, ascending. window: a tensor that holds
+    the number of blocks, of BLOCK tokens, that a block sees, including itself. Returns a bool
+    tensor (B, 1, T, T) on a CPU, and a BlockMask on a GPU, where it selects blocks.
+    """
+
+    def visible(b, h, query, key):
+        near = query // BLOCK - key // BLOCK < window
+        return (key <= query) & near & (documents[b, query] == documents[b, key])
+
+    B, T = documents.shape
+    device = documents.device
+    if device.type == "cpu":
+        sequence = torch.arange(B)[:, None, None]
+        position = torch.arange(T)
+        return visible(sequence, 0, position[:, None], position)[:, None]
+    block = torch.arange(T // BLOCK, device=device)
+    distance = block[:, None] - block
+    first_document, last_document = documents[:, ::BLOCK], documents[:, BLOCK - 1 :: BLOCK]
+    shared = first_document[:, :, None] <= last_document[:, None]  # (B, queries, keys)
+    seen = shared & (distance >= 0) & (distance < window)
+    counts = seen.sum(-1, dtype=torch.int32)
+    indices = seen.int().argsort(dim=-1, descending=True, stable=True).int()  # seen ones first
+    return BlockMask.from_kv_blocks(
+        counts[:, None], indices[:, None], BLOCK_SIZE=BLOCK, mask_mod=visible
+    )
+
+
+class ModernBlock(nn.Module):
+    def __init__(self, args, layer):
+        super().__init__()
+        self.attn = ModernAttention(args) if layer != args.no_attention else None
+        self.mlp = MLP(args)
+        init_uniform(self.mlp.c_fc)
+        self.stream_weights = nn.Parameter(torch.tensor([1.0, 0.0]))
+
+    def forward(self, x, x0, value, mask):  # (B, T, C), (B, T, C), (B, T, C) or None
+        x = self.stream_weights[0] * x + self.stream_weights[1] * x0
+        if self.attn is not None:
+            x = x + self.attn(norm(x), value, mask)
         return x + self.mlp(norm(x))
 
 
@@ -613,92 +836,62 @@ class NgramTable(nn.Module):
         return random >= (self.dropout - 0.5) * 2**20
 
 
-class GPT(nn.Module):
-    """GPT-2 with tied embedding and output head.
+class ModernGPT(nn.Module):
+    """A GPT with what records 8 to 21 added: other embeddings, skips, masks, and an untied head.
 
-    Weights are float32; activations and matmuls have the given dtype.
+    Every layer sees the embedding x0 again, and layers of the second half the output of their
+    mirror image in the first half: the last layer that of the first. Embedding tables have the
+    given dtype; other weights are float32. Activations and matmuls have the given dtype.
+    Source: the public record of 2025-01-13, https://github.com/KellerJordan/modded-nanogpt
     """
+
+    LOGIT_SOFTCAP = 15.0
 
     def __init__(self, args, dtype=torch.float32):
         super().__init__()
+        V, C, layers = args.vocab_size, args.n_embd, args.n_layer
         self.dtype = dtype
-        self.wte = nn.Embedding(args.vocab_size, args.n_embd)
-        self.h = nn.ModuleList(Block(args) for _ in range(args.n_layer))
-        self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
-        self.wte.weight = self.lm_head.weight  # tied, with nn.Linear's initialization
+        self.wte = nn.Embedding(V, C, dtype=dtype)  # normal(0, 1)
         self.ngrams = NgramTable(args) if args.max_ngram > 1 else None
-        self.logit_softcap = args.logit_softcap
+        self.value_tables = nn.ModuleList(
+            nn.Embedding(V, C, dtype=dtype) for _ in range(args.value_embeddings)
+        )
+        self.h = nn.ModuleList(ModernBlock(args, layer) for layer in range(layers))
+        self.skip_weights = nn.Parameter(torch.ones(layers // 2))
+        self.lm_head = CastedLinear(C, V, bias=False)
+        nn.init.zeros_(self.lm_head.weight)
+        self.document_token = args.document_token
+        self.has_window = args.window > 0
+        window = torch.tensor(window_at(1.0, args) // BLOCK)
+        self.register_buffer("window", window, persistent=False)  # in blocks; the schedule sets it
 
     def forward(self, inputs, targets=None):
-        """Return the mean cross-entropy (float32, in nats), or float32 logits of shape (B, T, V).
-
-        inputs: (B, T) int64, T at most sequence_length. targets: the same shape; entries of -1
-        are ignored. Without targets, the logits are returned.
-        """
+        """Return the loss or logits, with arguments and results as in GPT."""
         # The n-gram table is not compiled. Looking it up first leaves the rest in one graph.
         ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs)
-        x = (self.wte(inputs) + ngrams).to(self.dtype)  # (B, T, C)
-        for block in self.h:
-            x = block(x)
-        x = norm(x)
-        weight = self.lm_head.weight
-        if targets is None:
-            return compute_logits(x, weight.type_as(x), self.logit_softcap)
-        x, targets = x.flatten(0, 1), targets.flatten()
-        needs_grad = torch.is_grad_enabled()  # inside apply, grad mode is always off
-        return ChunkedCrossEntropy.apply(x, weight, targets, self.logit_softcap, needs_grad)
+        x0 = norm(self.wte(inputs) + ngrams).to(self.dtype)  # (B, T, C)
+        layers, half = len(self.h), len(self.skip_weights)
+        tables = [table(inputs).to(self.dtype) for table in self.value_tables]
+        values = tables + [None] * (layers - 2 * len(tables)) + tables
+        long = short = None
+        if self.has_window:
+            documents = (inputs == self.document_token).cumsum(1)
+            long = attention_mask(documents, self.window)
+            short = attention_mask(documents, (self.window // 2).clamp(min=1))
+        x, outputs = x0, []
+        for layer, block in enumerate(self.h):
+            mirror = layers - 1 - layer
+            if mirror < half and layer > mirror:
+                x = x + self.skip_weights[mirror] * outputs[mirror]
+            mask = long if min(layer, mirror) % 4 == 0 else short
+            x = block(x, x0, values[layer], mask)
+            outputs.append(x)
+        return loss_or_logits(norm(x), self.lm_head.weight, targets, self.LOGIT_SOFTCAP)
 
 
-def compute_logits(x, weight, softcap):
-    """Return float32 logits (..., V) of hidden states x (..., C), for training and inference."""
-    logits = F.linear(x, weight).float()
-    if softcap:
-        # softcap * tanh(logits / softcap), written with a sigmoid because inductor fuses it better
-        logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
-    return logits
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy, computed one chunk of tokens at a time, together with its gradients.
-
-    The gradients are computed in forward, while a chunk's logits are in memory; backward only
-    scales them. A large batch is split, because the logits of 64 x 1024 tokens of GPT-2 would take
-    13.2 GB. Targets of -1 are ignored.
-    """
-
-    @staticmethod
-    def chunk_loss(x, weight, targets, softcap, count):
-        logits = compute_logits(x, weight, softcap)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / count
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
-        # Small chunks are slow, so each holds at least as many logits as 512 GPT-2 tokens.
-        min_chunk_size = 512 * 50304 // len(weight)
-        max_chunks = 2 if x.is_cuda else 8  # an estimate for GPUs, not measured
-        chunks = min(max_chunks, max(1, len(x) // min_chunk_size))
-        count = (targets != -1).sum().clamp(min=1)
-        cast_weight = weight.type_as(x)
-        chunk_loss = ChunkedCrossEntropy.chunk_loss
-        grad_and_value = torch.func.grad_and_value(chunk_loss, argnums=(0, 1))
-        loss = grad_weight = 0.0
-        grad_x = []
-        for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
-            if needs_grad:
-                grads, loss_i = grad_and_value(x_i, cast_weight, targets_i, softcap, count)
-                grad_x.append(grads[0])
-                grad_weight = grad_weight + grads[1].float()
-            else:
-                loss_i = chunk_loss(x_i, cast_weight, targets_i, softcap, count)
-            loss = loss + loss_i
-        if needs_grad:
-            ctx.save_for_backward(torch.cat(grad_x), grad_weight)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
+def build_model(args, dtype):
+    """Return the model that args.model names, with new weights."""
+    return GPT(args, dtype) if args.model == "gpt2" else ModernGPT(args, dtype)
 
 
 # ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist -
@@ -782,8 +975,8 @@ class Muon(torch.optim.Optimizer):
 
     params: parameters with at least two dimensions; shape (M, ...) is flattened to (M, N). Their
     gradients must already be summed or averaged over the ranks. Each parameter must have a gradient
-    on all ranks or on none. lr: RMS change of an entry per step. dtype: used for the matmuls.
-    Raises ValueError if a parameter or a value is invalid.
+    on all ranks or on none. lr: RMS change of an entry per step. momentum: may change between
+    steps. dtype: used for the matmuls. Raises ValueError if a parameter or a value is invalid.
 
     Updates are scaled by sqrt(max(M, N)). torch.optim.Muon scales them differently:
 
@@ -838,6 +1031,12 @@ class Muon(torch.optim.Optimizer):
                 stack = [p for p in stack if p.grad is not None]
                 if stack:
                     stacks.append(stack)
+            # The momentum buffer is a sum, m = decay * m + g. If the momentum has changed, this
+            # decay keeps it proportional to the average, m = momentum * m + (1 - momentum) * g.
+            last_momentum = group.get("last_momentum", group["momentum"])
+            rescale = (1 - last_momentum) / (1 - group["momentum"])  # exactly 1 if it is constant
+            group["decay"] = group["momentum"] * rescale
+            group["last_momentum"] = group["momentum"]
             pending = []
             # A bucket holds about one stack of each rank, since ownership balances the load.
             for first in range(0, len(stacks), self.world_size):
@@ -885,7 +1084,7 @@ class Muon(torch.optim.Optimizer):
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momentum = self.state[p]["momentum_buffer"]
-            torch.add(p.grad, momentum, alpha=group["momentum"], out=momentum)
+            torch.add(p.grad, momentum, alpha=group["decay"], out=momentum)
             # Nesterov: the direction looks one momentum step ahead.
             torch.add(p.grad, momentum, alpha=group["momentum"], out=direction.view_as(p))
         if len(stack) == 1:
@@ -1155,9 +1354,43 @@ def count_val_tokens(args, val_stream):
 
 
 # ---- Training: optimizers, one step, one evaluation, the loop -----------------------------------
-def lr_multiplier(step, args):
-    """Return the factor applied to all learning rates: 1, then a linear decay to 0."""
-    return min(1.0, (args.num_iterations - step) / max(1, args.warmdown_iters))
+class Schedule(NamedTuple):
+    """What changes during training."""
+
+    lr_scale: float  # factor of all learning rates
+    momentum: float  # of Muon
+    window: int  # tokens, a multiple of BLOCK
+
+
+def schedule(step, args):
+    """Return the Schedule of a step: constant learning rates, then a linear decay to final_lr;
+    a linear warm-up of the momentum; a window that grows linearly.
+    """
+    remaining = min(1.0, (args.num_iterations - step) / max(1, args.warmdown_iters))
+    warmth = min(1.0, step / max(1, args.muon_momentum_warmup))
+    return Schedule(
+        lr_scale=args.final_lr + (1 - args.final_lr) * remaining,
+        momentum=args.muon_momentum - (1 - warmth) * (args.muon_momentum - 0.85),
+        window=window_at(step / args.num_iterations, args),
+    )
+
+
+def window_at(progress, args):
+    """Return the window in tokens when this fraction of the run is done."""
+    return BLOCK * max(1, math.ceil(progress * args.window / BLOCK))
+
+
+def apply_schedule(model, optimizers, step, args):
+    """Set learning rates, Muon's momentum and the model's window for a step."""
+    now = schedule(step, args)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            full_lr = group.setdefault("initial_lr", group["lr"])  # set in the first step
+            group["lr"] = full_lr * now.lr_scale
+            if isinstance(optimizer, Muon):
+                group["momentum"] = now.momentum
+    if args.model == "modern":
+        model.window.fill_(now.window // BLOCK)
 
 
 def build_optimizers(model, args, rank, world_size):
@@ -1166,17 +1399,42 @@ def build_optimizers(model, args, rank, world_size):
     Raises UserError unless every parameter is in exactly one optimizer.
     """
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
-    tables = [model.ngrams.weight] if model.ngrams is not None else []
-    others = [p for p in model.parameters() if p not in {*matrices, *tables}]
-    adamw = torch.optim.AdamW(others, args.learning_rate, (0.9, 0.95), weight_decay=0, fused=True)
     rate, momentum = args.muon_learning_rate, args.muon_momentum
     muon = Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=model.dtype)
-    optimizers = [adamw, muon]
-    if tables:
-        optimizers.append(torch.optim.Adagrad(tables, args.learning_rate))
+    if args.model == "gpt2":
+        others = [p for p in model.parameters() if p not in set(matrices)]
+        betas = (0.9, 0.95)
+        adamw = torch.optim.AdamW(others, args.learning_rate, betas, weight_decay=0, fused=True)
+        optimizers = [adamw, muon]
+    else:
+        optimizers = modern_optimizers(model, args, rank, world_size)
     each_once = Counter(p for o in optimizers for p in params_of(o)) == Counter(model.parameters())
     require(each_once, "every parameter of the model must be in exactly one optimizer")
     return optimizers
+
+
+def modern_optimizers(model, args, rank, world_size):
+    """Return the optimizers of the modern model, with the learning rates of record 21."""
+    embeddings = [*model.wte.parameters(), *model.value_tables.parameters()]
+    scalars = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        dict(params=[model.lm_head.weight], lr=args.learning_rate),
+        dict(params=embeddings, lr=args.embedding_learning_rate),
+        dict(params=scalars, lr=args.scalar_learning_rate),
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0, fused=True)
+    # Record 21 limits the singular values of an update rather than the RMS of its entries, so wider
+    # matrices, the second ones of the MLPs, have a lower rate here.
+    matrices = [p for p in model.h.parameters() if p.ndim == 2]
+    groups = []
+    for columns in sorted({p.size(1) for p in matrices}):
+        rate = args.muon_learning_rate * (args.n_embd / columns) ** 0.5
+        groups.append(dict(params=[p for p in matrices if p.size(1) == columns], lr=rate))
+    rate, momentum = args.muon_learning_rate, args.muon_momentum
+    muon = Muon(groups, rate, momentum, rank=rank, world_size=world_size, dtype=model.dtype)
+    if model.ngrams is None:
+        return [adamw, muon]
+    return [adamw, muon, torch.optim.Adagrad([model.ngrams.weight], args.ngram_learning_rate)]
 
 
 def choose_dtype(args, device):
@@ -1232,15 +1490,20 @@ def micro_batch_size(sequences, max_size):
 
 
 def sync_gradients(model):
-    """Collective: sum all gradients over the ranks in one all-reduce; sparse ones become dense."""
-    used = [p for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([p.grad.to_dense().flatten() for p in used])
-    dist.all_reduce(flat)
-    for p, total in zip(used, flat.split([p.numel() for p in used])):
-        p.grad = total.view_as(p)
+    """Collective: sum all gradients over the ranks; sparse ones become dense.
+
+    There is one all-reduce for each dtype.
+    """
+    for dtype in (torch.float32, torch.bfloat16):
+        used = [p for p in model.parameters() if p.grad is not None and p.dtype == dtype]
+        if used:
+            flat = torch.cat([p.grad.to_dense().flatten() for p in used])
+            dist.all_reduce(flat)
+            for p, total in zip(used, flat.split([p.numel() for p in used])):
+                p.grad = total.view_as(p)
 
 
-def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=lambda: None):
+def train_step(model, optimizers, inputs, targets, args, check_stop=lambda: None):
     """Collective: do one optimizer step and return (loss, norms).
 
     inputs, targets: (B, T) int64, this rank's part of the batch. loss: mean over all ranks, NaN if
@@ -1261,16 +1524,13 @@ def train_step(model, optimizers, inputs, targets, lr_scale, args, check_stop=la
     # which would hide which rank is at fault.
     gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
     gradients = [g._values() if g.is_sparse else g for g in gradients]
-    norms = torch.stack(torch._foreach_norm(gradients))
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
     loss, sum_of_norms = sum_over_ranks(torch.stack([loss, norms.sum()]))
     if world_size > 1:
         sync_gradients(model)
     # Non-finite gradients are still applied. The loss is then NaN, and the caller ends the run
     # without saving.
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            full_lr = group.setdefault("initial_lr", group["lr"])  # set in the first step
-            group["lr"] = full_lr * lr_scale
         optimizer.step()
         optimizer.zero_grad()
     return torch.where(sum_of_norms.isfinite(), loss, torch.nan), norms
@@ -1308,11 +1568,12 @@ def validate(run):
     args, log = run.args, run.log
     with log.timed("validation"):
         loss = evaluate(run)
-        sums = [p.view(torch.int32).sum(dtype=torch.int32) for p in run.model.parameters()]
+        bits = [p.float().view(torch.int32) for p in run.model.parameters()]
+        sums = [values.sum(dtype=torch.int32) for values in bits]
         checksum = sum(sums).item()  # of the weights' bits, modulo 2**32
         with agreement() as facts:
             facts["the checksum of their weights"] = checksum
-    lr = args.learning_rate * lr_multiplier(run.step, args)  # Muon's decays in proportion
+    lr = args.learning_rate * schedule(run.step, args).lr_scale  # the others decay in proportion
     log.progress(run.step, f"val_loss:{loss:.4f}", f" data_hash:{run.data_hash:012x} lr:{lr:.3g}")
     # A run that repeats its text may overfit, so it also keeps its best weights.
     is_best = args.val_loss_every and run.epochs > 1 and loss < run.best_loss
@@ -1351,15 +1612,15 @@ def train(run):
         steps = tqdm(steps, initial=first_step, total=total, unit="tok", unit_scale=scale)
     smooth_loss = val_loss = math.nan
     for step in steps:
+        apply_schedule(run.model, run.optimizers, step, args)
         if args.val_loss_every and step % args.val_loss_every == 0:
             val_loss = validate(run)
         if args.save_every and step % args.save_every == 0 and step > first_step:
             save_checkpoint(run)
-        lr_scale = lr_multiplier(step, args)
         with log.timed("train"):
             inputs, targets, batch_hash = read_batch(run)
             loss, norms = train_step(
-                run.model, run.optimizers, inputs, targets, lr_scale, args, run.stop.check
+                run.model, run.optimizers, inputs, targets, args, run.stop.check
             )
             loss = loss.item()
         run.step = step + 1
@@ -1375,7 +1636,8 @@ def train(run):
             )
         smooth_loss = loss if step == first_step else 0.9 * smooth_loss + 0.1 * loss
         if log.live:
-            steps.set_postfix(step=run.step, loss=smooth_loss, lr=f"{lr_scale:.0%}", val=val_loss)
+            steps.set_postfix(step=run.step, loss=smooth_loss, val=val_loss)
+    apply_schedule(run.model, run.optimizers, args.num_iterations, args)
     val_loss = validate(run)
     require(math.isfinite(val_loss), f"the run diverged: {val_loss=}; lower the learning rates")
     if args.save_every:
@@ -1450,7 +1712,7 @@ class Run:
     rank: int
     world_size: int
     device: torch.device
-    model: GPT
+    model: nn.Module  # GPT or ModernGPT
     optimizers: list
     train_loader: DistributedDataLoader
     validation_tokens: np.ndarray  # uint16; the last one is only a target
@@ -1526,7 +1788,7 @@ def peak_memory(device):
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS reports bytes
 
 
-FORMAT = 2  # version of the .pt files
+FORMAT = 3  # version of the .pt files
 CRC32_OF_COMPLETE_FILES = 0x2144DF1C  # of any bytes followed by their own crc32
 
 
@@ -1669,7 +1931,9 @@ def restore(run):
         if result.exists():
             state = read_pt(result)
             with reporting_malformed(result):
-                settings = different_settings(state, args, settings_in("model", "training"))
+                settings = different_settings(
+                    state, args, settings_in("model", "modern model", "training")
+                )
             fix = f"pass another --run_id with --resume=CHECKPOINT or --init={result}"
             require(not settings, f"{run.folder} has finished with {settings}: to go on, {fix}")
             return "finished"
@@ -1699,7 +1963,7 @@ def load_checkpoint(run, path):
     """Restore a run from a checkpoint. Raises UserError if it belongs to another experiment."""
     args, log, state = run.args, run.log, read_pt(path)
     require("optimizers" in state, f"{path} holds only weights: start a new run with --init={path}")
-    names = [*settings_in("model", "training"), "val_tokens"]
+    names = [*settings_in("model", "modern model", "training"), "val_tokens"]
     if state["hyperparameters"]["num_iterations"] < args.num_iterations:
         names.remove("num_iterations")  # a resumed run may be longer
     settings = different_settings(state, args, names)
@@ -1731,7 +1995,7 @@ def check_facts(run, state, path):
 def load_init(run, path):
     """Load the weights of --init. Raises UserError unless they fit the model and the data."""
     state = read_pt(path)
-    settings = different_settings(state, run.args, settings_in("model"))
+    settings = different_settings(state, run.args, settings_in("model", "modern model"))
     require(not settings, f"--init={path} holds another model: pass {settings}")
     check_encodings(run.facts["encoding"], state["encoding"], f"--init={path}")
     run.model.load_state_dict(state["model"])
@@ -1740,8 +2004,9 @@ def load_init(run, path):
 def load_optimizer(optimizer, saved, log):
     """Restore an optimizer as it was saved, except that this script decides its learning rates."""
     groups = optimizer.param_groups
+    scheduled = {"params", "lr", "initial_lr", "momentum"}
     for group, saved_group in zip(groups, saved["param_groups"], strict=True):
-        for name in group.keys() & saved_group.keys() - {"params", "lr", "initial_lr"}:
+        for name in group.keys() & saved_group.keys() - scheduled:
             if group[name] != saved_group[name]:
                 log(f"{type(optimizer).__name__} continues with {name}={saved_group[name]}")
     full_rates = [group["lr"] for group in groups]
@@ -1808,7 +2073,7 @@ def set_up(args, stop):
         loader, validation_tokens = open_data(args, rank, world_size, device)
         args = dataclasses.replace(args, val_tokens=len(validation_tokens) - 1)
         torch.manual_seed(args.seed)
-        model = GPT(args, choose_dtype(args, device)).to(device)
+        model = build_model(args, choose_dtype(args, device)).to(device)
         optimizers = build_optimizers(model, args, rank, world_size)
         log = Log(Path(args.log_dir, f"{run_id[0]}.txt"), rank, args.num_iterations)
         run = Run(

@@ -79,7 +79,10 @@ def tiny(tmp_path):
 
 # ---- Weights ------------------------------------------------------------------------------------
 DOCUMENT = "for i in range(10):\n    print(i)\n" * 10
-PIECES = dict(max_ngram=4, ngram_rows=997, key_shift=2, logit_softcap=15.0)
+MODERN = dict(
+    model="modern", max_ngram=4, ngram_rows=997, key_shift=2, value_embeddings=1,
+    embedding_learning_rate=0.1,
+)  # fmt: skip
 
 
 def train_on_bytes(folder, **pieces):
@@ -121,7 +124,7 @@ def small_state(**settings):
     """Return what tools read of the model.pt of a small untrained model."""
     shape = dict(vocab_size=257, n_layer=1, n_head=1, n_embd=4, sequence_length=16)
     args = train_gpt2.Hyperparameters(**shape | settings)
-    model = train_gpt2.GPT(args).state_dict()
+    model = train_gpt2.build_model(args, torch.float32).state_dict()
     return dict(
         format=train_gpt2.FORMAT, run_id="small", step=args.num_iterations, val_loss=1.0,
         hyperparameters=vars(args), encoding=None, matmul_dtype="torch.float32", model=model,

@@ -96,11 +96,11 @@ def test_a_gradient_that_is_not_finite_shows_in_the_step(value, dtype, device):
     gpt.to(device)
     optimizers = build_optimizers(gpt, args, 0, 1)
     batch = [tokens.to(device) for tokens in make_batch(args, rows=4)]
-    loss, norms = train_step(gpt, optimizers, *batch, 1.0, args)
+    loss, norms = train_step(gpt, optimizers, *batch, args)
     assert loss.isfinite() and norms.isfinite().all() and (norms > 0).all()
     bad = gpt.h[1].mlp.c_fc.weight
     bad.register_hook(lambda grad: grad.index_fill(0, torch.tensor(3, device=device), value))
-    loss, norms = train_step(gpt, optimizers, *batch, 1.0, args)
+    loss, norms = train_step(gpt, optimizers, *batch, args)
     assert loss.isnan()
     assert [p is not bad for p in gpt.parameters()] == norms.isfinite().tolist()
 
@@ -114,7 +114,7 @@ def five_steps(settings, device):
     for step in range(5):
         graphs += [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
         inputs, targets, _ = run.train_loader.batch(step)
-        loss, _ = train_step(run.model, run.optimizers, inputs, targets, 1.0, args)
+        loss, _ = train_step(run.model, run.optimizers, inputs, targets, args)
         losses += [loss.item(), train_gpt2.evaluate(run)]
     return losses, graphs
 

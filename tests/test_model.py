@@ -291,7 +291,7 @@ def test_a_frozen_part_stays_as_it_is(frozen):
     gpt, args = make_model()
     part = set(gpt.get_submodule(frozen).requires_grad_(False).parameters())
     before = [(p, p.detach().clone()) for p in gpt.parameters()]
-    train_step(gpt, build_optimizers(gpt, args, 0, 1), *make_batch(args), 1.0, args)
+    train_step(gpt, build_optimizers(gpt, args, 0, 1), *make_batch(args), args)
     for p, value in before:
         assert torch.equal(p, value) == (p in part)
 
@@ -304,7 +304,7 @@ def spoiled_step(rank, world_size, value):
             lambda grad: grad.index_fill(0, torch.tensor(3), value)
         )
     optimizers = build_optimizers(gpt, args, rank, world_size)
-    loss, norms = train_step(gpt, optimizers, *make_batch(args, seed=rank), 1.0, args)
+    loss, norms = train_step(gpt, optimizers, *make_batch(args, seed=rank), args)
     names = [name for name, _ in gpt.named_parameters()]
     return loss.item(), [name for name, norm in zip(names, norms) if not norm.isfinite()]
 
@@ -330,7 +330,7 @@ def test_golden_losses(dtype):
     inputs, targets = make_batch(args, rows=8)
     losses, plain_losses = [], []
     for _ in range(8):
-        losses.append(train_step(gpt, optimizers, inputs, targets, 1.0, args)[0].item())
+        losses.append(train_step(gpt, optimizers, inputs, targets, args)[0].item())
         plain_losses.append(plain_step(plain, plain_opts, inputs, targets, gpt.dtype).item())
     assert losses == pytest.approx(GOLDEN, abs=0.005)
     assert losses == pytest.approx(plain_losses, abs=0.005)

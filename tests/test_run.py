@@ -308,7 +308,7 @@ def gradients_of_a_step(rank, world_size, settings):
     inputs, targets, _ = run.train_loader.batch(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counted)
-        loss, _ = train_gpt2.train_step(run.model, [], inputs, targets, 1.0, run.args)
+        loss, _ = train_gpt2.train_step(run.model, [], inputs, targets, run.args)
     return loss, {name: p.grad for name, p in run.model.named_parameters()}, sizes
 
 
@@ -367,7 +367,7 @@ def test_compiling_and_an_unfinished_step_leave_no_trace(tiny):
     inputs, targets, _ = run.train_loader.batch(0)
     check = Mock(side_effect=[None, None, None, train_gpt2.StopTraining])
     with pytest.raises(train_gpt2.StopTraining):
-        train_gpt2.train_step(run.model, run.optimizers, inputs, targets, 1.0, run.args, check)
+        train_gpt2.train_step(run.model, run.optimizers, inputs, targets, run.args, check)
     assert all(torch.equal(p, before[name]) for name, p in run.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not any(optimizer.state for optimizer in run.optimizers)

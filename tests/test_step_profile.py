@@ -45,7 +45,7 @@ def test_profiled_steps_train_as_others_do(tiny):
         assert all(vars(owner)[name] is value for name, value in names.items())
     for step in range(2):
         inputs, targets, _ = plain.train_loader.batch(step)
-        train_gpt2.train_step(plain.model, plain.optimizers, inputs, targets, 1.0, args)
+        train_gpt2.train_step(plain.model, plain.optimizers, inputs, targets, args)
     for name, p in profiled.model.state_dict().items():
         assert torch.equal(p, plain.model.state_dict()[name]), name
 

@@ -90,8 +90,8 @@ class Checks:
     def check_optimizers(self):
         """List all parameters with optimizer and learning rate, without allocating them."""
         with torch.device("meta"):
-            gpt = train_gpt2.GPT(self.args, self.dtype)
-            optimizers = train_gpt2.build_optimizers(gpt, self.args, self.rank, self.world_size)
+            model = train_gpt2.build_model(self.args, self.dtype)
+            optimizers = train_gpt2.build_optimizers(model, self.args, self.rank, self.world_size)
         self.weights = self.states = 0  # float32 values
         optimizer_of = {}
         for optimizer in optimizers:
@@ -105,7 +105,7 @@ class Checks:
         if 2 * self.weights + self.states > memory:  # weights, gradients and states
             raise UserError(f"{self.weights:,} parameters need more memory than this machine has")
         rows = Counter()
-        for name, p in gpt.named_parameters():
+        for name, p in model.named_parameters():
             name = re.sub("[.][0-9]+", ".*", name)  # merges equal rows of different blocks
             rows[f"{name:24s} {tuple(p.shape)!s:16s} {optimizer_of[p]}"] += 1
         lines = [f"  {count:3d} x {row}" for row, count in rows.items()]
@@ -184,7 +184,7 @@ class Checks:
 
         def train_step():
             inputs, targets, _ = run.train_loader.batch(run.step)
-            train_gpt2.train_step(run.model, run.optimizers, inputs, targets, 1.0, args)[0].item()
+            train_gpt2.train_step(run.model, run.optimizers, inputs, targets, args)[0].item()
 
         def validate_micro_batch():
             with torch.no_grad():

@@ -148,7 +148,7 @@ class Clock(TorchDispatchMode):
         """Run train_gpt2.train_step on rank 0 of world_size."""
         ranks = dict(is_initialized=lambda: self.world_size > 1, all_reduce=self.all_reduce)
         patch = mock.patch.multiple(dist, get_world_size=lambda: self.world_size, **ranks)
-        with patch, parts_in_ranges(optimizers, self.within), self:
+        with patch, parts_in_ranges(model, optimizers, self.within), self:
             train_gpt2.train_step(model, optimizers, *batch)
 
 
@@ -162,7 +162,7 @@ def planned(args, gpu, world_size):
         optimizers = train_gpt2.build_optimizers(model, args, 0, world_size)
         for _ in range(2):  # the first step creates the optimizers' states
             clock = Clock(gpu, args.vocab_size, world_size)
-            clock.time_step(model, optimizers, inputs, inputs.clone(), 1.0, args)
+            clock.time_step(model, optimizers, inputs, inputs.clone(), args)
     weights = sum(p.nbytes for p in model.parameters())
     states = tree_leaves([optimizer.state_dict()["state"] for optimizer in optimizers])
     peak = max(graph.peak_bytes for graph in graphs[1:])  # includes new gradients

@@ -24,10 +24,10 @@ WARM_UP, PROFILED = 2, 3  # steps; the first one creates the optimizers' states
 
 
 @contextlib.contextmanager
-def parts_in_ranges(optimizers, range_of):
+def parts_in_ranges(model, optimizers, range_of):
     """Run each part of a training step in the context manager range_of(part); yield the parts."""
     calls = (
-        (train_gpt2.GPT, "__call__", "forward"),
+        (type(model), "__call__", "forward"),
         (torch.Tensor, "backward", "backward"),
         (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
         (dist, "all_reduce", "communication"),
@@ -51,12 +51,12 @@ def synchronized_range(part):
 
 def take_steps(run, count, range_of=record_function):
     """Take `count` steps as train_gpt2.train does; return ({part: ms per step}, profiler)."""
-    with profile() as profiler, parts_in_ranges(run.optimizers, range_of) as parts:
+    with profile() as profiler, parts_in_ranges(run.model, run.optimizers, range_of) as parts:
         for _ in range(count):
             with range_of("step"):
                 with range_of("loader"):
                     inputs, targets, _ = train_gpt2.read_batch(run)
-                arguments = run.model, run.optimizers, inputs, targets, 1.0, run.args
+                arguments = run.model, run.optimizers, inputs, targets, run.args
                 train_gpt2.train_step(*arguments, run.stop.check)[0].item()
             run.step += 1
     parts = {"step", "loader", *parts}

@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import pack  # noqa: E402
 
 import train_gpt2  # noqa: E402
-from train_gpt2 import GPT, Hyperparameters, UserError  # noqa: E402
+from train_gpt2 import Hyperparameters, UserError, build_model  # noqa: E402
 
 
 def parser_for(description):
@@ -48,7 +48,7 @@ def find(path):
 
 
 def load(path, device="cpu", dtype=None):
-    """Return (GPT in evaluation mode, its Hyperparameters, the content of the file).
+    """Return (the model in evaluation mode, its Hyperparameters, the content of the file).
 
     dtype: of matmuls; by default as in training on this device. Raises ValueError if it fails.
     """
@@ -64,9 +64,9 @@ def load(path, device="cpu", dtype=None):
         require(isinstance(state.get("val_loss", 0.0), float), "val_loss is not a number")
         with torch.device("meta"):  # allocates nothing, because the settings may be far too large
             # A copy, because PyTorch stores assign=True in the dict, which is loaded again below.
-            GPT(args).load_state_dict(dict(state["model"]), assign=True)
+            build_model(args, torch.float32).load_state_dict(dict(state["model"]), assign=True)
     device = torch.device(device)
-    gpt = GPT(args, dtype or train_gpt2.choose_dtype(args, device))
+    gpt = build_model(args, dtype or train_gpt2.choose_dtype(args, device))
     gpt.load_state_dict(state["model"])
     return gpt.to(device).eval(), args, state
 
