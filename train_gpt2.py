@@ -192,6 +192,9 @@ class Hyperparameters:
         require(fits, f"value_embeddings={self.value_embeddings} must be at most {pairs}")
         whole_blocks = self.window == 0 or T % BLOCK == 0
         require(whole_blocks, f"sequence_length={T} must be a multiple of {BLOCK} with a window")
+        token = self.document_token
+        known = self.window == 0 or token < self.vocab_size
+        require(known, f"document_token={token} must be less than vocab_size={self.vocab_size}")
         is_name = re.fullmatch(r"([\w-][\w.-]*)?", self.run_id)
         require(is_name, f"run_id={self.run_id!r} may contain only letters, digits and '-_.'")
         has_name = self.run_id or self.resume != "auto"
@@ -743,8 +746,8 @@ def attention_mask(documents, window):
     """Return a mask: each token sees the earlier tokens of its document, within a window.
 
     documents: (B, T), the number of each token's document, ascending. window: a tensor that holds
-    the number of blocks, of BLOCK tokens, that a block sees, including itself. Returns a bool
-    tensor (B, 1, T, T) on a CPU, and a BlockMask on a GPU, where it selects blocks.
+    the number of blocks, of BLOCK tokens, that a block sees, including itself. Returns a BlockMask
+    on a GPU, if T is a multiple of BLOCK, and otherwise a bool tensor (B, 1, T, T).
     """
 
     def visible(b, h, query, key):
@@ -753,9 +756,9 @@ def attention_mask(documents, window):
 
     B, T = documents.shape
     device = documents.device
-    if device.type == "cpu":
-        sequence = torch.arange(B)[:, None, None]
-        position = torch.arange(T)
+    if device.type == "cpu" or T % BLOCK != 0:
+        sequence = torch.arange(B, device=device)[:, None, None]
+        position = torch.arange(T, device=device)
         return visible(sequence, 0, position[:, None], position)[:, None]
     block = torch.arange(T // BLOCK, device=device)
     distance = block[:, None] - block
@@ -869,8 +872,8 @@ class ModernGPT(nn.Module):
         """Return the loss or logits, with arguments and results as in GPT."""
         # The n-gram table is not compiled. Looking it up first leaves the rest in one graph.
         ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs)
-        x0 = norm(self.wte(inputs) + ngrams).to(self.dtype)  # (B, T, C)
-        layers, half = len(self.h), len(self.skip_weights)
+        x0 = (norm(self.wte(inputs)) + ngrams).to(self.dtype)  # (B, T, C)
+        layers = len(self.h)
         tables = [table(inputs).to(self.dtype) for table in self.value_tables]
         values = tables + [None] * (layers - 2 * len(tables)) + tables
         long = short = None
@@ -881,7 +884,7 @@ class ModernGPT(nn.Module):
         x, outputs = x0, []
         for layer, block in enumerate(self.h):
             mirror = layers - 1 - layer
-            if mirror < half and layer > mirror:
+            if layer > mirror:
                 x = x + self.skip_weights[mirror] * outputs[mirror]
             mask = long if min(layer, mirror) % 4 == 0 else short
             x = block(x, x0, values[layer], mask)
@@ -1367,7 +1370,8 @@ def schedule(step, args):
     a linear warm-up of the momentum; a window that grows linearly.
     """
     remaining = min(1.0, (args.num_iterations - step) / max(1, args.warmdown_iters))
-    warmth = min(1.0, step / max(1, args.muon_momentum_warmup))
+    warmup = args.muon_momentum_warmup
+    warmth = step / warmup if step < warmup else 1.0
     return Schedule(
         lr_scale=args.final_lr + (1 - args.final_lr) * remaining,
         momentum=args.muon_momentum - (1 - warmth) * (args.muon_momentum - 0.85),
@@ -1394,23 +1398,25 @@ def apply_schedule(model, optimizers, step, args):
 
 
 def build_optimizers(model, args, rank, world_size):
-    """Return [AdamW, Muon], and Adagrad if there is an n-gram table.
+    """Return the optimizers of a model: AdamW, Muon, and Adagrad if there is an n-gram table.
 
     Raises UserError unless every parameter is in exactly one optimizer.
     """
-    matrices = [p for p in model.h.parameters() if p.ndim == 2]
-    rate, momentum = args.muon_learning_rate, args.muon_momentum
-    muon = Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=model.dtype)
-    if args.model == "gpt2":
-        others = [p for p in model.parameters() if p not in set(matrices)]
-        betas = (0.9, 0.95)
-        adamw = torch.optim.AdamW(others, args.learning_rate, betas, weight_decay=0, fused=True)
-        optimizers = [adamw, muon]
-    else:
-        optimizers = modern_optimizers(model, args, rank, world_size)
+    build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
+    optimizers = build(model, args, rank, world_size)
     each_once = Counter(p for o in optimizers for p in params_of(o)) == Counter(model.parameters())
     require(each_once, "every parameter of the model must be in exactly one optimizer")
     return optimizers
+
+
+def gpt2_optimizers(model, args, rank, world_size):
+    """Return record 7's optimizers: Muon for the matrices of the blocks, AdamW for the rest."""
+    matrices = [p for p in model.h.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p not in set(matrices)]
+    adamw = torch.optim.AdamW(others, args.learning_rate, (0.9, 0.95), weight_decay=0, fused=True)
+    rate, momentum = args.muon_learning_rate, args.muon_momentum
+    muon = Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=model.dtype)
+    return [adamw, muon]
 
 
 def modern_optimizers(model, args, rank, world_size):

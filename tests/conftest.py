@@ -85,7 +85,7 @@ MODERN = dict(
 )  # fmt: skip
 
 
-def train_on_bytes(folder, **pieces):
+def train_on_bytes(folder, **settings):
     """Train on the bytes of copies of DOCUMENT; return the run's folder."""
     tokens = [256, *DOCUMENT.encode()] * 20
     write_shard(folder / "train_0.bin", tokens)
@@ -97,7 +97,7 @@ def train_on_bytes(folder, **pieces):
         muon_learning_rate=0.005, val_loss_every=30, val_tokens=13 * 32, save_every=20,
         keep_checkpoints=9, dtype="float32", device="cpu", compile=False, allow_repeat=True,
         train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin",
-        log_dir=f"{folder}/logs", run_id="w", **pieces,
+        log_dir=f"{folder}/logs", run_id="w", **settings,
     )  # fmt: skip
     train_gpt2.main(args)
     return folder / "logs" / "w"
@@ -110,12 +110,12 @@ def plain_run(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def pieces_run(tmp_path_factory):
-    """Like plain_run, with an n-gram table, a key shift and a soft-cap."""
-    return train_on_bytes(tmp_path_factory.mktemp("pieces"), **PIECES)
+def modern_run(tmp_path_factory):
+    """Like plain_run, with the modern model, an n-gram table and a key shift."""
+    return train_on_bytes(tmp_path_factory.mktemp("modern"), **MODERN)
 
 
-@pytest.fixture(params=["plain_run", "pieces_run"])
+@pytest.fixture(params=["plain_run", "modern_run"])
 def trained_run(request):
     return request.getfixturevalue(request.param)
 
@@ -357,7 +357,7 @@ def last_bits(folder):
 def bits_of(value):
     """Return a value with its tensors as bytes, so that == compares bit by bit."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(value.shape), value.numpy().tobytes()
+        return value.dtype, tuple(value.shape), value.double().numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits_of(part) for key, part in value.items()}
     return [bits_of(part) for part in value] if isinstance(value, (list, tuple)) else value

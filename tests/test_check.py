@@ -30,7 +30,7 @@ def manifest(tmp_path):
     "processes, network", [(1, "not needed"), (2, r"gloo, all_reduce of 16 MiB in [\d.]+ ms")]
 )
 def test_a_check_without_faults_describes_the_run(processes, network, tiny, manifest):
-    text = trained({**tiny, "max_ngram": 3, "ngram_rows": 100}, processes, CHECK)
+    text = trained({**tiny, "model": "modern", "max_ngram": 3, "ngram_rows": 100}, processes, CHECK)
     assert re.findall(r"^(\w+): ", text, re.M) == NAMES  # rank 0 alone prints
     assert "FAILED" not in text and text.endswith("\nall is well\n")
     assert not Path(tiny["log_dir"]).exists()  # nothing was trained or left behind
@@ -38,12 +38,16 @@ def test_a_check_without_faults_describes_the_run(processes, network, tiny, mani
     assert re.search(f"^network: {network}", text, re.M)
     assert "shards: 1 of 4 shards have a known sha256, and all of these match" in text
     rows = re.findall(r"^ +(\d+) x (\S+) +\(([\d, ]+)\) +(\w+) +lr:(\S+)$", text, re.M)
-    assert rows[0] == ("1", "wte.weight", "64, 16", "AdamW", "0.01")
-    assert rows[1:4] == [
-        ("2", f"h.*.attn.{name}.weight", "16, 16", "Muon", "0.005")
-        for name in ("c_q", "c_k", "c_v")
-    ]
-    assert len(rows) == 8 and rows[7] == ("1", "ngrams.weight", "100, 16", "Adagrad", "0.01")
+    for row in [
+        ("1", "wte.weight", "64, 16", "AdamW", "0.6"),
+        ("1", "lm_head.weight", "64, 16", "AdamW", "0.01"),
+        ("1", "skip_weights", "1", "AdamW", "0.04"),
+        ("2", "h.*.attn.c_q.weight", "16, 16", "Muon", "0.005"),
+        ("2", "h.*.mlp.c_proj.weight", "16, 64", "Muon", "0.0025"),
+        ("1", "ngrams.weight", "100, 16", "Adagrad", "0.03"),
+    ]:
+        assert row in rows
+    assert len(rows) == 12
 
 
 breaks = mock.Mock(side_effect=RuntimeError("no g++\nand more lines"))
@@ -114,7 +118,8 @@ def test_the_time_of_a_run_is_predicted_from_three_steps(tiny, monkeypatch):
 
 
 def test_the_size_of_a_checkpoint_is_that_of_the_file(tiny):
-    fields = {**tiny, "vocab_size": 4096, "n_embd": 128, "max_ngram": 3, "ngram_rows": 5000}
+    fields = {**tiny, "model": "modern", "vocab_size": 4096, "n_embd": 128}
+    fields |= {"max_ngram": 3, "ngram_rows": 5000, "dtype": "float32"}
     train_gpt2.main(Hyperparameters(**fields, save_every=6))
     [path] = Path(tiny["log_dir"]).glob("*/state_step*.pt")
     checks = check.Checks(options(fields))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import test_modern
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, both_dtypes, options, run_here, run_ranks
@@ -87,6 +88,25 @@ def test_loss_and_gradients_equal_those_of_the_cpu_in_float32(dtype, kernel, dev
     assert loss == pytest.approx(exact, rel=loss_bound)
     for name, grad in grads.items():
         assert error(grad, exact_grads[name]) < gradient_bound, name
+
+
+def test_masked_attention_on_a_gpu_equals_that_of_the_cpu(device):
+    """FlexAttention against the dense mask, in float32, over windows and documents."""
+    model, args = test_modern.make_model()
+    inputs, targets = test_modern.make_batch(args)
+    for window in (1, 2, 4):
+        model.to("cpu").window.fill_(window)
+        model.zero_grad()
+        exact = model(inputs, targets)
+        exact.backward()
+        exact_grads = {name: p.grad.double() for name, p in model.named_parameters()}
+        model.zero_grad()
+        model.to(device)
+        loss = model(inputs.to(device), targets.to(device))
+        loss.backward()
+        assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
+        for name, p in model.named_parameters():
+            assert error(p.grad.double().cpu(), exact_grads[name]) < 1e-3, name
 
 
 @both_dtypes

@@ -1,6 +1,7 @@
 """export.py: transformers computes what train_gpt2.py does, with the tokens of its encoding."""
 
 import copy
+import json
 import os
 import re
 import sys
@@ -12,15 +13,16 @@ import tiktoken
 import torch
 import transformers
 import weights
-from conftest import PIECES, ROOT, run_tool, small_state, write_weights
+from conftest import ROOT, run_tool, small_state, write_weights
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 
 import train_gpt2
 
-T = 32  # sequence_length
+T = 32  # sequence_length of the trained models
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,11 +53,30 @@ def plain(plain_run, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pieces(pieces_run, tmp_path_factory):
-    return exported(pieces_run / "model.pt", tmp_path_factory.mktemp("pieces") / "exported")
+def modern(modern_run, tmp_path_factory):
+    return exported(modern_run / "model.pt", tmp_path_factory.mktemp("modern") / "exported")
 
 
-@pytest.fixture(params=["plain", "pieces"])
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """An untrained modern model with windows of 3 blocks and 1, and random weights."""
+    torch.manual_seed(0)
+    state = small_state(
+        model="modern", n_layer=5, n_head=2, n_embd=16, sequence_length=512, value_embeddings=2,
+        window=300, document_token=256, no_attention=3,
+    )  # fmt: skip
+    for tensor in state["model"].values():
+        tensor.normal_(std=0.2)
+    folder = tmp_path_factory.mktemp("windowed")
+    return exported(write_weights(folder / "model.pt", state), folder / "exported")
+
+
+@pytest.fixture(params=["plain", "modern"])
+def trained(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["plain", "modern", "windowed"])
 def each(request):
     return request.getfixturevalue(request.param)
 
@@ -64,18 +85,26 @@ def random_tokens(*shape):
     return torch.randint(257, shape, generator=torch.Generator().manual_seed(1))
 
 
+def random_sequence(length):
+    """Return tokens in which a document starts after two thirds."""
+    tokens = random_tokens(length) % 256
+    tokens[2 * length // 3] = 256
+    return tokens
+
+
 def close(a, b):
     return torch.allclose(a, b, rtol=0, atol=1e-5)
 
 
 # ---- The model ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("length", [1, 2, 3, 4, T])  # also below max_ngram and key_shift
-def test_logits_are_those_of_gpt(length, each):
+def test_logits_are_those_of_gpt(each):
     _, gpt, model = each
-    inputs = random_tokens(3, length)
-    logits = model(inputs).logits
-    assert logits.dtype == torch.float32 and close(logits, gpt(inputs))
-    assert close(model(inputs, logits_to_keep=1).logits, logits[:, -1:])
+    for length in 1, 2, 3, 4, model.config.sequence_length:  # also below max_ngram and key_shift
+        inputs = random_tokens(3, length)
+        inputs[0] = random_sequence(length)
+        logits = model(inputs).logits
+        assert logits.dtype == torch.float32 and close(logits, gpt(inputs))
+        assert close(model(inputs, logits_to_keep=1).logits, logits[:, -1:])
 
 
 def test_labels_give_gpts_loss(each):
@@ -104,7 +133,8 @@ def test_the_cache_does_not_change_the_logits(sizes, plain):
 def test_padding_does_not_change_the_logits_of_tokens(left, each):
     """The ids of padding do not matter, and a row of padding alone gives finite logits."""
     _, gpt, model = each
-    sequences = [random_tokens(9), random_tokens(6), random_tokens(7)]
+    T = model.config.sequence_length
+    sequences = [random_sequence(T * share // 32) for share in (27, 6, 7)]
     inputs, mask = torch.full((4, T), 20), torch.zeros(4, T)
     places = [slice(T - len(x), T) if left else slice(len(x)) for x in sequences]
     for row, (place, tokens) in enumerate(zip(places, sequences)):
@@ -112,6 +142,7 @@ def test_padding_does_not_change_the_logits_of_tokens(left, each):
         inputs[row, place], mask[row, place] = tokens, 1
     logits = model(inputs, attention_mask=mask).logits
     visible = modeling_gpt2_speedrun.visible_keys(mask.bool(), T)
+    visible &= modeling_gpt2_speedrun.nearby_keys(inputs, mask.bool(), 256, 1)
     assert logits.isfinite().all() and visible.any(-1).all()  # kernels differ where it is False
     for row, (place, tokens) in enumerate(zip(places, sequences)):
         assert close(logits[row, place], gpt(tokens[None])[0])
@@ -135,9 +166,9 @@ def greedy(gpt, text, count):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy_generation_takes_the_most_likely_tokens(use_cache, each):
+def test_greedy_generation_takes_the_most_likely_tokens(use_cache, trained):
     """Several prompts at once are padded on the left."""
-    folder, gpt, model = each
+    folder, gpt, model = trained
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = ["for i in range(10", "pri", "ß (1"]
     configured = GenerationConfig(max_new_tokens=14, do_sample=False, use_cache=use_cache)
@@ -150,25 +181,25 @@ def test_greedy_generation_takes_the_most_likely_tokens(use_cache, each):
     assert greedy(gpt, prompts[0], 14) == "for i in range(10):\n    print(i"
 
 
-def test_too_many_tokens_and_unusable_caches_are_refused(plain, pieces):
-    tokens, model, with_pieces = random_tokens(1, 5), plain[2], pieces[2]
+def test_too_many_tokens_and_unusable_caches_are_refused(plain, modern):
+    tokens, model, modern_model = random_tokens(1, 5), plain[2], modern[2]
     with pytest.raises(ValueError, match="33 tokens are more than sequence_length=32"):
         model(random_tokens(1, T + 1))
     with pytest.raises(ValueError, match="33 tokens are more"):
         model.generate(tokens, max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert model(tokens).past_key_values.get_seq_length() == 5
-    assert with_pieces(tokens, use_cache=True).past_key_values is None
+    assert modern_model(tokens, use_cache=True).past_key_values is None
     with pytest.raises(ValueError, match="cannot use a cache"):
-        with_pieces(tokens, cache=DynamicCache())
+        modern_model(tokens, cache=DynamicCache())
     with pytest.raises(ValueError, match="cannot use a cache"):  # before transformers 5.24
-        with_pieces(tokens, past_key_values=DynamicCache())
+        modern_model(tokens, past_key_values=DynamicCache())
 
 
 def test_the_model_can_be_trained_and_saved(each, tmp_path):
     model, tokens = copy.deepcopy(each[2]).requires_grad_(True).train(), random_tokens(2, T)
     loss = model(tokens, labels=tokens).loss
     loss.backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
+    torch.optim.SGD(model.parameters(), 0.01).step()
     assert model(tokens, labels=tokens).loss < loss
     model.save_pretrained(tmp_path)
     again = load_model(tmp_path)
@@ -176,28 +207,62 @@ def test_the_model_can_be_trained_and_saved(each, tmp_path):
 
 
 # ---- The files ----------------------------------------------------------------------------------
-def test_the_folder_holds_float32_weights_settings_and_code(each, pieces):
+def test_the_folder_holds_float32_weights_settings_and_code(each):
     folder, gpt, model = each
-    tensors, expected = load_file(folder / "model.safetensors"), gpt.state_dict()
-    assert tensors.keys() == expected.keys() - {"lm_head.weight"}
+    tensors, expected = load_file(folder / "model.safetensors"), dict(gpt.named_parameters())
+    assert tensors.keys() == expected.keys()
     for key, tensor in tensors.items():
         assert tensor.dtype == torch.float32 and torch.equal(tensor, expected[key])
     assert not list(folder.parent.glob("*.partial"))
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     config = model.config
-    assert all(getattr(config, key) == PIECES[key] for key in PIECES) == (each is pieces)
-    assert config.max_position_embeddings == T and config.hidden_size == 32
+    card = (folder / "README.md").read_text()
+    run = json.loads(re.search(r"```json\n(.*?)```", card, re.S)[1])
+    for name in train_gpt2.settings_in("model", "modern model"):
+        assert getattr(config, name) == run[name]
+    assert config.max_position_embeddings == run["sequence_length"]
+    assert config.hidden_size == run["n_embd"]
+    assert ("without a cache" in card) == (run["model"] == "modern")
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (256, 256, 256)
     code = (folder / "modeling_gpt2_speedrun.py").read_text()
     assert {*re.findall(r"^(?:from|import) (\w+)", code, re.M)} == {"torch", "transformers"}
 
 
 @pytest.mark.parametrize("edited, output", [("MLP", torch.nan), ("NgramTable", 0.0)])
-def test_an_edited_model_is_not_exported(edited, output, pieces_run, tmp_path, monkeypatch):
+def test_an_edited_model_is_not_exported(edited, output, modern_run, tmp_path, monkeypatch):
     monkeypatch.setattr(getattr(train_gpt2, edited), "forward", lambda *_: output)
-    with pytest.raises(ValueError, match=r"differ from those of train_gpt2\.py's GPT by"):
-        export.export(pieces_run / "model.pt", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"differ from those of train_gpt2\.py by"):
+        export.export(modern_run / "model.pt", tmp_path / "out")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("token, long", [(256, 4), (255, 3)])
+def test_a_wrong_mask_is_not_exported(token, long, windowed, tmp_path, monkeypatch):
+    """The check of an export looks beyond the long window, and at documents."""
+    nearby = modeling_gpt2_speedrun.nearby_keys
+
+    def wrong(inputs, is_token, _, window):
+        return nearby(inputs, is_token, token, long if window == 3 else window)
+
+    monkeypatch.setattr(modeling_gpt2_speedrun, "nearby_keys", wrong)
+    with pytest.raises(ValueError, match=r"differ from those of train_gpt2\.py by"):
+        export.export(windowed[0].parent / "model.pt", tmp_path / "out")
+
+
+def test_a_new_parameter_is_named(tmp_path, monkeypatch):
+    initialize = train_gpt2.MLP.__init__
+
+    def with_gain(self, args):
+        initialize(self, args)
+        self.gain = nn.Parameter(torch.ones(3))
+
+    monkeypatch.setattr(train_gpt2.MLP, "__init__", with_gain)
+    path = write_weights(tmp_path / "model.pt", small_state(n_layer=2))
+    sentence = (
+        r"modeling_gpt2_speedrun\.py lacks h\.N\.mlp\.gain \(3,\): add such parameters to its"
+    )
+    with pytest.raises(train_gpt2.UserError, match=sentence):
+        export.export(path, tmp_path / "out")
 
 
 def test_the_card_says_how_the_model_was_trained_and_its_example_runs(

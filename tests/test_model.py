@@ -26,21 +26,25 @@ from train_gpt2 import (
     Hyperparameters,
     Muon,
     NgramTable,
+    build_model,
     build_optimizers,
     norm,
     train_step,
 )
 
-PIECES = {"max_ngram": 4, "ngram_rows": 101, "key_shift": 1, "logit_softcap": 3.0}
+MODERN = {
+    "model": "modern", "value_embeddings": 1, "max_ngram": 4, "ngram_rows": 101, "key_shift": 1,
+    "embedding_learning_rate": 0.1,
+}  # fmt: skip
 
 
 def make_model(dtype="float32", **changes):
-    """Return a tiny GPT and its settings. Weights that start at zero get random values."""
+    """Return a tiny model and its settings. Weights that start at zero get random values."""
     args = Hyperparameters(**{**TINY, "dtype": dtype, **changes})
     torch.manual_seed(0)
-    gpt = GPT(args, getattr(torch, dtype))
+    gpt = build_model(args, getattr(torch, dtype))
     for name, p in gpt.named_parameters():
-        if "c_proj" in name or "ngrams" in name:
+        if "c_proj" in name or "ngrams" in name or (name == "lm_head.weight" and not p.any()):
             nn.init.normal_(p, std=0.1)
     return gpt, args
 
@@ -92,9 +96,9 @@ def test_activations_have_the_chosen_dtype_and_all_else_is_float32(dtype):
 
 
 @both_dtypes
-@pytest.mark.parametrize("pieces", [{}, PIECES])
-def test_a_position_depends_on_all_earlier_tokens_and_no_later_one(pieces, dtype):
-    gpt, args = make_model(dtype, **pieces)
+@pytest.mark.parametrize("settings", [{}, MODERN])
+def test_a_position_depends_on_all_earlier_tokens_and_no_later_one(settings, dtype):
+    gpt, args = make_model(dtype, **settings)
     with torch.no_grad():
         for p in gpt.parameters():
             p.add_(0.2 * torch.randn_like(p))
@@ -107,7 +111,7 @@ def test_a_position_depends_on_all_earlier_tokens_and_no_later_one(pieces, dtype
 
 
 def test_shorter_inputs_give_the_same_logits():
-    gpt, args = make_model(**PIECES)
+    gpt, args = make_model(**MODERN)
     inputs, _ = make_batch(args)
     torch.testing.assert_close(gpt(inputs[:, :5]), gpt(inputs)[:, :5])
 
@@ -162,7 +166,7 @@ def test_chunks_are_neither_small_nor_many(tokens, vocab_size, chunks, monkeypat
 
 @both_dtypes
 def test_the_gradient_is_that_of_the_logits(dtype):
-    gpt, args = make_model(dtype, **PIECES)
+    gpt, args = make_model(dtype, **MODERN)
     inputs, targets = make_batch(args)
     loss = gpt(inputs, targets)
     loss.backward()
@@ -188,7 +192,8 @@ def test_without_counting_targets_the_loss_is_zero(dtype):
 # ---- The n-gram table ----------------------------------------------------------------------------
 def make_table(longest, rows=101, dropout=0.0):
     torch.manual_seed(0)
-    args = Hyperparameters(max_ngram=longest, ngram_rows=rows, n_embd=12, ngram_dropout=dropout)
+    size = dict(max_ngram=longest, ngram_rows=rows, n_embd=12)
+    args = Hyperparameters(model="modern", ngram_dropout=dropout, **size)
     table = NgramTable(args)
     nn.init.normal_(table.weight)
     return table
@@ -222,7 +227,7 @@ def test_a_position_gets_the_rows_of_its_last_tokens(longest, vocab_size):
 
 
 def test_a_step_changes_only_the_rows_that_it_used():
-    gpt, args = make_model(**PIECES)
+    gpt, args = make_model(**MODERN)
     optimizers = build_optimizers(gpt, args, 0, 1)
     assert [type(o) for o in optimizers] == [torch.optim.AdamW, Muon, torch.optim.Adagrad]
     inputs, targets = make_batch(args, rows=1)
@@ -235,7 +240,9 @@ def test_a_step_changes_only_the_rows_that_it_used():
     assert set(changed) == rows
     # Adagrad's first step moves each value by the learning rate
     moved = (gpt.ngrams.weight - before)[changed].abs()
-    torch.testing.assert_close(moved, torch.full_like(moved, args.learning_rate), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        moved, torch.full_like(moved, args.ngram_learning_rate), rtol=0.01, atol=0
+    )
 
 
 def test_dropout_keeps_its_fraction_of_the_ngrams_and_scales_them_up():
@@ -263,7 +270,7 @@ def test_dropout_depends_on_the_sequence_alone():
 
 # ---- Key shift and defaults ----------------------------------------------------------------------
 def test_a_shifted_key_belongs_to_a_later_value():
-    gpt, _ = make_model(key_shift=2)
+    gpt, _ = make_model(model="modern", key_shift=2)
     attn = gpt.h[0].attn
     x = torch.randn(3, 16, 16)
     q = attn.rotary(norm(attn.split_heads(attn.c_q(x))))
@@ -271,17 +278,19 @@ def test_a_shifted_key_belongs_to_a_later_value():
     k = torch.cat([torch.zeros_like(k[:, :2]), k[:, :-2]], dim=1)
     v = attn.split_heads(attn.c_v(x))
     q, k, v = (x.transpose(1, 2) for x in (q, attn.rotary(k), v))
-    scores = q @ k.mT / q.size(-1) ** 0.5
+    scores = 0.12 * q @ k.mT
     scores = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)
-    expected = attn.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attn(x), expected)
+    expected = attn.c_proj(
+        (scores.softmax(-1) @ (attn.value_weights[0] * v)).transpose(1, 2).flatten(2)
+    )
+    torch.testing.assert_close(attn(x, None, None), expected)
 
 
 def test_by_default_the_model_is_that_of_record_7():
     args = Hyperparameters()
-    assert (args.max_ngram, args.key_shift, args.logit_softcap, args.ngram_dropout) == (0, 0, 0, 0)
     with torch.device("meta"):
-        gpt = GPT(args)
+        gpt = build_model(args, torch.bfloat16)
+    assert type(gpt) is GPT
     assert sum(p.numel() for p in gpt.parameters()) == 123_568_128  # 50304 x 768, 12 x 12 x 768^2
 
 
@@ -344,12 +353,12 @@ GOLDEN = [4.3575, 3.9801, 3.6594, 3.4316, 3.2584, 3.1030, 2.9652, 2.8418]
 # ---- Compiled and on several ranks ---------------------------------------------------------------
 # The other backend builds the same graphs, but needs no C++ compiler, which would take a minute.
 @pytest.mark.parametrize(
-    "backend, dtype, pieces",
-    [("inductor", "float32", {}), ("aot_eager_decomp_partition", "bfloat16", PIECES)],
+    "backend, dtype, settings",
+    [("inductor", "float32", {}), ("aot_eager_decomp_partition", "bfloat16", MODERN)],
 )
-def test_a_compiled_model_is_the_eager_one_in_two_graphs(backend, dtype, pieces, monkeypatch):
+def test_a_compiled_model_is_the_eager_one_in_two_graphs(backend, dtype, settings, monkeypatch):
     """To the same bits on several threads, which might add a token's gradients in any order."""
-    gpt, args = make_model(dtype, compile=True, n_layer=1, sequence_length=128, **pieces)
+    gpt, args = make_model(dtype, compile=True, n_layer=1, sequence_length=128, **settings)
     monkeypatch.setattr(gpt, "compile", functools.partial(gpt.compile, backend=backend))
     inputs, targets = make_batch(args, rows=32)
     expected = gpt(inputs, targets)
@@ -382,7 +391,7 @@ def test_a_compiled_model_is_the_eager_one_in_two_graphs(backend, dtype, pieces,
 
 @both_dtypes
 def test_ranks_train_alike_and_resume_to_the_bit(dtype, tiny, tmp_path):
-    fields = {**tiny, **PIECES, "dtype": dtype, "save_every": 2}
+    fields = {**tiny, **MODERN, "dtype": dtype, "save_every": 2}
     alone, *others = (validations(trained({**fields, "run_id": f"w{n}"}, n)) for n in (1, 2, 3))
     assert alone[-1][1] < alone[0][1] - 0.2
     for other in others:

@@ -32,7 +32,16 @@ from conftest import (
 )
 
 import train_gpt2
-from train_gpt2 import GPT, PRESETS, Hyperparameters, UserError, build_optimizers, parse_args
+from train_gpt2 import (
+    GPT,
+    PRESETS,
+    Hyperparameters,
+    UserError,
+    build_model,
+    build_optimizers,
+    parse_args,
+    schedule,
+)
 
 CPU = torch.device("cpu")
 
@@ -63,9 +72,10 @@ def test_the_preset_cpu_is_the_cpu_record():
 
 def test_the_learning_rate_is_constant_then_decays_linearly():
     args = Hyperparameters(num_iterations=20, warmdown_iters=10)
-    scales = [train_gpt2.lr_multiplier(step, args) for step in range(20)]
+    scales = [schedule(step, args).lr_scale for step in range(20)]
     assert scales == pytest.approx([1] * 10 + [1 - i / 10 for i in range(10)])
-    assert train_gpt2.lr_multiplier(4, Hyperparameters(num_iterations=5, warmdown_iters=0)) == 1
+    assert {schedule(step, args).momentum for step in range(20)} == {0.95}
+    assert schedule(4, Hyperparameters(num_iterations=5, warmdown_iters=0)).lr_scale == 1
 
 
 def test_any_field_can_be_given_on_the_command_line():
@@ -131,7 +141,8 @@ def test_the_target_loss_applies_only_to_the_data_of_the_preset(tiny, capsys):
         ("--seed=9999999999999999999", "must be a number between 0 and"),
         ("--learning_rate=nan", "learning_rate=nan must be a number"),
         ("--muon_momentum=5", "must be a number between 0 and 0.9999"),
-        ("--logit_softcap=1e-40", "logit_softcap=1e-40 must be 0 or between 1 and 1000"),
+        ("--key_shift=1", "key_shift can only be set with --model=modern"),
+        ("--final_lr=2", "final_lr=2.0 must be a number between 0.0 and 1"),
         ("--key_shift=1024", "key_shift=1024 must be less than sequence_length=1024"),
         ("--n_head=5", "n_embd=768 must be a multiple of 2 * n_head = 10"),
         ("--run_id=..", "run_id='..' may contain only letters"),
@@ -443,7 +454,7 @@ def test_log_and_weights(dtype, tiny, tmp_path, capsys):
     for step, ms, average in steps:
         assert average == pytest.approx(ms / step, abs=1)
     rates = [float(rate) for rate in re.findall(r" val_loss:.* lr:(\S+)$", shown, re.M)]
-    expected = [0.01 * train_gpt2.lr_multiplier(step, settings) for step in (0, 3, 6)]
+    expected = [0.01 * schedule(step, settings).lr_scale for step in (0, 3, 6)]
     assert rates == pytest.approx(expected, rel=0.01)
     weights = train_gpt2.read_pt(tmp_path / "logs" / "one" / "model.pt")
     assert (weights["run_id"], weights["step"], weights["val_loss"]) == ("one", 6, val_loss)
@@ -545,7 +556,7 @@ SMALL = {
     "text": {"ngram_rows": 1000},
 }
 SMALL["24gb"] = SMALL["record7"]
-SMALL["candidate"] = {**SMALL["record7"], "ngram_rows": 1000}
+SMALL["record21"] = {"n_layer": 8, "n_head": 1, "n_embd": 16, "sequence_length": 128}
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -537,11 +537,11 @@ REFUSALS = [
     ({"run_id": "damaged", "resume": "auto"}, "no checkpoint is complete: .*another --run_id"),
     ({"run_id": "fourth"}, "fourth exists: "),
     ({**INIT, "n_embd": 32, "n_layer": 1}, "another model: pass --n_layer=2 --n_embd=16"),
-    ({**INIT, "n_head": 1, "key_shift": 1}, "another model: pass --n_head=2 --key_shift=0"),
+    ({**INIT, "n_head": 1, "model": "modern"}, "another model: pass --n_head=2 --model=gpt2"),
     ({**INIT, "vocab_size": 96}, "another model: pass --vocab_size=64"),
     ({**INIT, "init": "nowhere.pt"}, "nowhere.pt is not a complete file"),
     ({**INIT, "init": __file__}, "is not a complete file"),
-    ({**INIT, "init": "logs/old.pt"}, "logs/old.pt has format 1, not 2"),
+    ({**INIT, "init": "logs/old.pt"}, "logs/old.pt has format 1, not 3"),
     ({"log_dir": "/dev/null/logs"}, "cannot use /dev/null/logs.*: Not a directory"),
 ]
 

@@ -4,12 +4,13 @@
 
 DIR must be new or empty. It gets the weights in float32, the model's code for transformers, the
 tokenizer of the training data and a model card. Before DIR is created, transformers loads the
-export: its logits must match those of train_gpt2.py's GPT, and its token ids those of the encoding.
+export: its logits must match those of train_gpt2.py, and its token ids those of the encoding.
 To publish DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 """
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,6 +26,14 @@ with packages():
 
 END_OF_TEXT = "<|endoftext|>"
 PRIVATE = ("log_dir", "run_id", "resume", "init")  # settings that do not describe the model
+MODERN_CARD = """\
+- The embedding is normalized and added again in each block, and the output of each block in the
+  first half also enters its mirror image in the second half. Only half of the channels of queries
+  and keys are rotated, the scale of attention is 0.12, the head is not tied to the embedding, and
+  logits are bounded by 15. The settings below tell which optional parts there are: value
+  embeddings, windows within documents (`window`), a table of n-grams (`max_ngram`), shifted keys.
+- The model generates without a cache.
+"""
 
 # These make save_pretrained copy the model's code and name it in config.json.
 GPT2SpeedrunConfig.register_for_auto_class()
@@ -50,15 +59,30 @@ def tokenizer_of(encoding, sequence_length):
 
 
 def model_of(gpt, args, encoding):
-    """Return the GPT as a transformers model, with float32 weights."""
+    """Return a model of train_gpt2.py as a transformers model, with float32 weights.
+
+    Raises UserError if modeling_gpt2_speedrun.py lacks a parameter of the model.
+    """
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), encoding.eot_token)
     names = vars(args).keys() & GPT2SpeedrunConfig.__annotations__
     config = GPT2SpeedrunConfig(**{name: getattr(args, name) for name in names}, **ids)
     model = GPT2SpeedrunForCausalLM(config)
+    required, available = parameters_of(gpt), parameters_of(model)
+    if lacking := ", ".join(sorted(required - available)):
+        raise weights.UserError(
+            f"records/tools/modeling_gpt2_speedrun.py lacks {lacking}: add such parameters to its "
+            f"classes, and use them as {type(gpt).__name__} in train_gpt2.py does"
+        )
     model.load_state_dict(dict(gpt.named_parameters()))
     padding = list(range(encoding.n_vocab, args.vocab_size))  # ids that occur in no text
     model.generation_config = transformers.GenerationConfig(**ids, suppress_tokens=padding or None)
     return model
+
+
+def parameters_of(model):
+    """Return names and shapes of parameters, such as "h.N.mlp.c_fc.weight (3072, 768)"."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return {f"{re.sub(r'[.][0-9]+[.]', '.N.', name)} {shape}" for name, shape in shapes.items()}
 
 
 def card_of(name, args, state, encoding, parameters):
@@ -66,6 +90,7 @@ def card_of(name, args, state, encoding, parameters):
     tokens = state["step"] * args.batch_size * args.sequence_length
     training = f"{state['step']:,} of {args.num_iterations:,} planned steps, {tokens:,} tokens"
     loss = f"{state['val_loss']:.4f} nats per token" if "val_loss" in state else "unknown"
+    architecture = MODERN_CARD if args.model == "modern" else ""
     public = {key: value for key, value in vars(args).items() if key not in PRIVATE}
     return f"""---
 library_name: transformers
@@ -86,7 +111,7 @@ single-file GPT-2 speedrun.
   `{END_OF_TEXT}`.
 - Unlike OpenAI's GPT-2, the model has rotary positions, RMSNorm without a gain, normalized queries
   and keys, ReLU^2 and no biases.
-
+{architecture}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -111,7 +136,7 @@ The settings of the run:
 # ---- Folder -------------------------------------------------------------------------------------
 @torch.no_grad()
 def check(folder, gpt, args, encoding):
-    """Return the largest difference between the logits of the export and those of GPT.
+    """Return the largest difference between the logits of the export and those of train_gpt2.py.
 
     Raises ValueError if it exceeds rounding errors, or if the ids of a text differ.
     """
@@ -121,15 +146,16 @@ def check(folder, gpt, args, encoding):
     equal = ids == encoding.encode_ordinary(text) and tokenizer.eos_token_id == encoding.eot_token
     require(equal, f"the exported tokenizer gives different ids from {encoding.name}")
     model = GPT2SpeedrunForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    length = min(args.sequence_length, 128)
+    length = min(args.sequence_length, 128 + args.window)  # longer than a window
     inputs = torch.randint(args.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     inputs[1, : len(ids)] = torch.tensor(ids[:length])  # contains n-grams that occur in texts
+    inputs[1, length // 2] = encoding.eot_token  # starts a document
     expected = gpt(inputs)
     difference = (model(inputs).logits - expected).abs().max().item()
     require(
         difference <= 1e-5 * max(1, expected.abs().max().item()),  # False for NaN
-        f"the exported logits differ from those of train_gpt2.py's GPT by {difference:.2g}: change "
-        f"modeling_gpt2_speedrun.py in the same way as GPT; if it is nan, the run diverged",
+        f"the exported logits differ from those of train_gpt2.py by {difference:.2g}: change "
+        f"modeling_gpt2_speedrun.py like {type(gpt).__name__}; if it is nan, the run diverged",
     )
     return difference
 
@@ -152,7 +178,7 @@ def export(path, out, encoding_name=""):
         shutil.copymode(export_folder / "config.json", export_folder / "model.safetensors")
         difference = check(export_folder, gpt, args, encoding)
         os.rename(export_folder, out)
-    return f"{path} -> {out}; its logits differ from those of GPT by at most {difference:.1g}"
+    return f"{path} -> {out}; its logits differ from train_gpt2.py's by at most {difference:.1g}"
 
 
 def main(argv):

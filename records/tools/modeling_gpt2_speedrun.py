@@ -1,10 +1,11 @@
-"""The model of train_gpt2.py for transformers: GPT-2 with rotary positions, RMSNorm and ReLU^2.
+"""The models of train_gpt2.py for transformers.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 records/tools/export.py copies this file into each folder that it writes. The file needs only torch
-and transformers, and it computes what GPT in train_gpt2.py computes. Shapes: B sequences of T new
-tokens, S = T plus the cached ones, C = n_embd, V = vocab_size, H = n_head, D = C // H.
+and transformers, and it computes what GPT and ModernGPT in train_gpt2.py compute, at the end of
+training. Shapes: B sequences of T new tokens, S = T plus the cached ones, C = n_embd,
+V = vocab_size, H = n_head, D = C // H.
 """
 
 import torch
@@ -29,16 +30,19 @@ class GPT2SpeedrunConfig(PretrainedConfig):
     n_head: int = 6  # attention heads
     n_embd: int = 768  # channels
     sequence_length: int = 1024  # largest number of tokens, as in training
+    model: str = "gpt2"  # or "modern", to which the following fields belong
+    value_embeddings: int = 0  # tables added to the values of as many first layers and last ones
+    window: int = 0  # tokens that every fourth layer attends to; 0: the whole sequence
+    document_token: int = 50256  # starts a document; with a window, others are not seen
+    no_attention: int = -1  # layer without attention; -1: none
+    key_shift: int = 0  # positions by which keys are shifted right
     max_ngram: int = 0  # longest n-gram that is hashed into the n-gram table; 0 or 1 disables it
     ngram_rows: int = 2**18  # rows of the n-gram table; n-grams with equal hashes share a row
-    key_shift: int = 0  # positions by which keys are shifted right
-    logit_softcap: float = 0.0  # s: bounds logits z by s * tanh(z / s); 0 disables it
-    use_cache: bool = True
+    use_cache: bool = True  # if the model is gpt2
 
     @property
-    def can_cache(self):
-        """Whether the keys and values of earlier tokens suffice to continue."""
-        return self.max_ngram < 2 and not self.key_shift
+    def is_modern(self):
+        return self.model == "modern"
 
 
 def norm(x):
@@ -46,10 +50,17 @@ def norm(x):
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's epsilon, even if x is bfloat16
 
 
-def rotate(x, positions):
-    """Rotate channels i and i + D/2 of x, (B, H, T, D), by the angles of positions, (T,)."""
-    channels = torch.arange(0, x.size(-1), 2, device=x.device).float()
-    angles = torch.outer(positions.float(), 10000.0 ** -(channels / x.size(-1)))  # (T, D/2)
+def frequencies(config):
+    """Return the angles (D/2,) by which channels i and i + D/2 are rotated per position."""
+    D = config.n_embd // config.n_head
+    if config.is_modern:
+        rotated = 1024.0 ** -torch.linspace(0, 1, D // 4)
+        return F.pad(rotated, (0, D // 2 - D // 4))  # the others carry no position
+    return 10000.0 ** -(torch.arange(0, D, 2).float() / D)
+
+
+def rotate(x, angles):
+    """Rotate channels i and i + D/2 of x, (B, H, T, D), by angles, (T, D/2)."""
     cos, sin = angles.cos(), angles.sin()
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x)
@@ -63,6 +74,18 @@ def visible_keys(is_token, T):
     keys = torch.arange(is_token.size(1), device=is_token.device)
     queries = keys[-T:, None]
     return (keys < queries) & is_token[:, None, None, :] | (keys == queries)
+
+
+def nearby_keys(input_ids, is_token, document_token, window):
+    """Return which keys are in the same document and near enough for a window, bool (B, 1, T, T).
+
+    window: in blocks of 128 tokens, which are counted from the first token that is not padding.
+    """
+    documents = (input_ids == document_token).cumsum(1)
+    blocks = (is_token.cumsum(1) - 1) // 128
+    same_document = documents[:, :, None] == documents[:, None]
+    near = blocks[:, :, None] - blocks[:, None] < window
+    return (same_document & near)[:, None]
 
 
 class NgramTable(nn.Module):
@@ -92,21 +115,27 @@ class Attention(nn.Module):
         self.c_k = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.value_weights = nn.Parameter(torch.ones(2)) if config.is_modern else None
+        self.scale = 0.12 if config.is_modern else None  # None is 1 / sqrt(D)
 
     def split_heads(self, x):  # (B, T, C) to (B, H, T, D)
         return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
-    def forward(self, x, positions, visible, is_token, cache):  # (B, T, C)
-        q = rotate(norm(self.split_heads(self.c_q(x))), positions)
+    def forward(self, x, value, angles, visible, is_token, cache):  # (B, T, C), (B, T, C) or None
+        q = rotate(norm(self.split_heads(self.c_q(x))), angles)
         k = norm(self.split_heads(self.c_k(x)))
         if self.key_shift:  # shift keys to the right: zeros fill the gap and replace padding
             k = k * is_token[:, None, :, None]
             k = F.pad(k, (0, 0, self.key_shift, 0))[:, :, : k.size(2)]
-        k = rotate(k, positions)
+        k = rotate(k, angles)
         v = self.split_heads(self.c_v(x))
+        if self.value_weights is not None:
+            v = self.value_weights[0] * v
+        if value is not None:
+            v = v + self.value_weights[1] * self.split_heads(value)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # (B, H, S, D)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -123,16 +152,20 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config, layer) if layer != config.no_attention else None
         self.mlp = MLP(config)
+        self.stream_weights = nn.Parameter(torch.ones(2)) if config.is_modern else None
 
-    def forward(self, x, *attention):  # (B, T, C)
-        x = x + self.attn(norm(x), *attention)
+    def forward(self, x, x0, *attention):  # (B, T, C), (B, T, C)
+        if self.stream_weights is not None:
+            x = self.stream_weights[0] * x + self.stream_weights[1] * x0
+        if self.attn is not None:
+            x = x + self.attn(norm(x), *attention)
         return x + self.mlp(norm(x))
 
 
 class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
-    """The language model. Its embedding is also its output head, so there is nothing to tie."""
+    """GPT or ModernGPT of train_gpt2.py. The embedding of GPT is also its output head."""
 
     config_class = GPT2SpeedrunConfig
     _input_embed_layer = "wte"
@@ -141,14 +174,19 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        V, C, layers = config.vocab_size, config.n_embd, config.n_layer
+        self.wte = nn.Embedding(V, C)
         self.ngrams = NgramTable(config) if config.max_ngram > 1 else None
+        tables = (nn.Embedding(V, C) for _ in range(config.value_embeddings))
+        self.value_tables = nn.ModuleList(tables)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(layers))
+        self.skip_weights = nn.Parameter(torch.ones(layers // 2)) if config.is_modern else None
+        self.lm_head = nn.Linear(C, V, bias=False) if config.is_modern else None
         self.post_init()
 
     def generate(self, *arguments, **options):
-        """Generate as in transformers, but without a cache if the model cannot use one."""
-        if not self.config.can_cache:
+        """Generate as in transformers, but without a cache if the model is modern."""
+        if self.config.is_modern:
             options["use_cache"] = False
         return super().generate(*arguments, **options)
 
@@ -166,37 +204,54 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         """Return CausalLMOutputWithPast: float32 logits (B, T, V), and loss and cache if requested.
 
         input_ids: (B, T) int64. attention_mask: (B, S), 0 for padding. Padding takes up positions,
-        which is harmless, because rotary attention depends only on distances. labels: (B, T),
-        equal to input_ids, or -100 to ignore a token. logits_to_keep: return only the logits of
-        this many last positions; 0 returns all. past_key_values: the name of cache in transformers
-        before 5.24. Raises ValueError if S exceeds sequence_length, or if a model with n-grams or a
-        key shift gets a cache.
+        which is harmless, because rotary attention depends only on distances, and windows do not
+        count it. labels: (B, T), equal to input_ids, or -100 to ignore a token. logits_to_keep:
+        return only the logits of this many last positions; 0 returns all. past_key_values: the name
+        of cache in transformers before 5.24. Raises ValueError if S exceeds sequence_length, or if
+        a modern model gets a cache.
         """
         config = self.config
         use_cache = config.use_cache if use_cache is None else use_cache
         cache = past_key_values if cache is None else cache
-        if cache is not None and not config.can_cache:
-            raise ValueError("a model with n-grams or a key shift cannot use a cache")
-        if use_cache and config.can_cache and cache is None:
+        if cache is not None and config.is_modern:
+            raise ValueError("a modern model cannot use a cache")
+        if use_cache and cache is None and not config.is_modern:
             cache = DynamicCache()
         past = 0 if cache is None else cache.get_seq_length()
         S = past + input_ids.size(1)
         if config.sequence_length < S:
             raise ValueError(f"{S} tokens are more than sequence_length={config.sequence_length}")
         positions = torch.arange(past, S, device=input_ids.device)
+        angles = torch.outer(positions.float(), frequencies(config).to(positions.device))
         if attention_mask is None:
             attention_mask = input_ids.new_ones(len(input_ids), S)
         is_token = attention_mask.bool()  # (B, S)
-        visible = visible_keys(is_token, len(positions))
+        long = short = visible_keys(is_token, len(positions))
+        if config.window:
+            blocks = (config.window + 127) // 128
+            nearby = [input_ids, is_token, config.document_token]
+            long = long & nearby_keys(*nearby, blocks)
+            short = short & nearby_keys(*nearby, max(1, blocks // 2))
         x = self.wte(input_ids)  # (B, T, C)
+        if config.is_modern:
+            x = norm(x)
         if self.ngrams is not None:
             x = x + self.ngrams(input_ids, is_token)
-        for block in self.h:
-            x = block(x, positions, visible, is_token, cache)
+        tables = [table(input_ids) for table in self.value_tables]
+        values = tables + [None] * (config.n_layer - 2 * len(tables)) + tables
+        x0, outputs = x, []
+        for layer, block in enumerate(self.h):
+            mirror = config.n_layer - 1 - layer
+            if layer > mirror and config.is_modern:
+                x = x + self.skip_weights[mirror] * outputs[mirror]
+            visible = long if min(layer, mirror) % 4 == 0 else short
+            x = block(x, x0, values[layer], angles, visible, is_token, cache)
+            outputs.append(x)
         x = norm(x[:, -logits_to_keep:])
-        logits = F.linear(x, self.wte.weight).float()
-        if config.logit_softcap:
-            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        head = self.lm_head if config.is_modern else self.wte
+        logits = F.linear(x, head.weight).float()
+        if config.is_modern:
+            logits = 15 * torch.tanh(logits / 15)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, config.vocab_size, **for_loss)

@@ -1,6 +1,6 @@
 """Predict a training step on NVIDIA GPUs without one: time, launches, bytes and memory by part.
 
-    python records/tools/plan.py --device=H100 --world_size=8 [--field=value ...]
+    python records/tools/plan.py --device=H100 --world_size=8 [--tokens=GLOB] [--field=value ...]
 
 Forward and backward consist of the kernels that Inductor generates for the GPU (gpu_compiler.py).
 The other operations and the all-reduces are counted by running train_step on fake tensors. Times
@@ -10,6 +10,7 @@ predicted step was 11.9% shorter than in its log; `--record7` of commit 61fbced 
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from runlog import ROOT, argument_parser, command, packages, require
 sys.path.insert(0, str(ROOT))
 with packages():
     import gpu_compiler  # before torch
+import numpy as np
 import torch
 import torch.distributed as dist
 from step_profile import parts_in_ranges
@@ -29,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import train_gpt2
+from train_gpt2 import BLOCK
 
 FLOPS_SHARES = {  # of the peak FLOP/s
     "product": 0.7,  # large ones reached 0.78 to 0.81 on an H200; others reach less
@@ -42,9 +45,38 @@ EAGER_LAUNCH = 5e-6  # s to launch an operation from Python
 COLLECTIVE_LAUNCH = 40e-6  # s to start an all-reduce; 45 to 90 us were seen with small tensors
 
 
+SAMPLED = 64  # sequences and steps, to count visible blocks
+
+
+def visible_blocks(args, sequences):
+    """Return how many blocks of keys a block of queries sees in the long and the short mask.
+
+    They are means over sequences of tokens, (N, T), and over steps, because the window grows.
+    """
+    documents = (sequences == args.document_token).cumsum(1)
+    first, last = documents[:, ::BLOCK], documents[:, BLOCK - 1 :: BLOCK]  # of each block
+    # The first block that holds a token of the document in which a block starts.
+    oldest = [np.searchsorted(ends, starts) for ends, starts in zip(last, first)]
+    limits = np.arange(first.shape[1]) - oldest + 1  # by documents and causality
+    steps = np.linspace(0, args.num_iterations, SAMPLED, dtype=int)
+    windows = [train_gpt2.schedule(step, args).window // BLOCK for step in steps]
+    pairs = [(window, max(1, window // 2)) for window in windows]
+    return [np.mean([np.minimum(limits, window) for window in each]) for each in zip(*pairs)]
+
+
+def read_sequences(args, files):
+    """Return (N, T) tokens, evenly spaced in the shards; without files, one document."""
+    T = args.sequence_length
+    if not files:
+        return np.full((1, T), -1)
+    stream = train_gpt2.TokenStream(files, args.vocab_size)
+    starts = np.linspace(0, stream.total_tokens - T, SAMPLED, dtype=int)
+    return np.stack([stream.read(int(start), T) for start in starts])
+
+
 def part_of(kind, graph, sizes, vocab_size):
     """Return a kernel's part of the step. A kernel of size vocab_size is the head's."""
-    if kind == "scatter":
+    if kind in ("scatter", "embedding"):
         return "embedding's gradient"
     if kind == "attention":
         return f"attention, {graph.kind}"
@@ -60,11 +92,15 @@ class Clock(TorchDispatchMode):
     All-reduces run one after another, concurrently with other work, until they are awaited.
     """
 
-    def __init__(self, gpu, vocab_size, world_size):
+    supports_higher_order_operators = True  # such as flex_attention
+
+    def __init__(self, gpu, vocab_size, world_size, visible):
         super().__init__()
         self.gpu, self.vocab_size, self.world_size = gpu, vocab_size, world_size
+        self.visible = visible  # see visible_blocks
         self.seconds = self.network_free_at = 0.0
         self.graph = None  # the compiled graph that is running, if any
+        self.masks = {}  # its block masks, numbered in the order of their first use
         self.parts = ["other"]  # the current part and those around it, innermost last
         # Launches, bytes, flops and seconds of each part; "other" is the first row of the table.
         self.usage = defaultdict(Counter, other=Counter())
@@ -97,17 +133,31 @@ class Clock(TorchDispatchMode):
 
     @contextlib.contextmanager
     def running(self, graph):
-        """Charge a graph: its products and attention as it runs, then its Triton kernels."""
-        self.graph = graph
+        """Charge a graph: its products and attention as it runs, then its other kernels."""
+        self.graph, self.masks = graph, {}
         yield
         for kernel in graph.kernels:
-            part = part_of(kernel.kind, graph, kernel.sizes, self.vocab_size)
-            self.launch(part, kernel.kind, kernel.bytes, 0, kernel.launches)
+            if kernel.kind != "attention":
+                part = part_of(kernel.kind, graph, kernel.sizes, self.vocab_size)
+                self.launch(part, kernel.kind, kernel.bytes, 0, kernel.launches)
         self.graph = None
+
+    def flex_attention(self, backward, args, out):
+        """Charge flex_attention. Layer 0 and the last one, which a graph begins with, see far."""
+        B, H, T, D = args[0].shape
+        indices = args[9 if backward else 4][3]  # of its block mask
+        mask = self.masks.setdefault(indices, len(self.masks))
+        tensors = [x for x in (*args, *out) if isinstance(x, torch.Tensor)]
+        flops = (5 if backward else 2) * 2 * B * H * T * D * BLOCK * self.visible[mask]
+        part = f"attention, {self.graph.kind}"
+        self.launch(part, "attention", sum(tensor.nbytes for tensor in tensors), flops)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if func.__name__.startswith("flex_attention"):
+            self.flex_attention("backward" in func.__name__, args, out)
+            return out
         flops_of = flop_registry.get(func.overloadpacket)
         if self.graph and not flops_of:
             return out  # part of a Triton kernel
@@ -152,23 +202,29 @@ class Clock(TorchDispatchMode):
             train_gpt2.train_step(model, optimizers, *batch)
 
 
-def planned(args, gpu, world_size):
+def planned(args, gpu, world_size, token_files=""):
     """Return (clock, memory, graphs) of a step on rank 0. memory: {use: bytes} at the peak."""
     gpu_compiler.chosen.gpu = gpu
-    clock = Clock(gpu, args.vocab_size, world_size)
+    visible = visible_blocks(args, read_sequences(args, token_files))
+    new_clock = functools.partial(Clock, gpu, args.vocab_size, world_size, visible)
+    clock = new_clock()
     with gpu_compiler.on_gpu(args, torch.bfloat16, lambda g: clock.running(g)) as (model, graphs):
         shape = args.batch_size // world_size, args.sequence_length
         inputs = torch.zeros(shape, dtype=torch.int64, device="cuda")
         optimizers = train_gpt2.build_optimizers(model, args, 0, world_size)
         for _ in range(2):  # the first step creates the optimizers' states
-            clock = Clock(gpu, args.vocab_size, world_size)
+            clock = new_clock()
             clock.time_step(model, optimizers, inputs, inputs.clone(), args)
-    weights = sum(p.nbytes for p in model.parameters())
+    by_dtype = Counter()
+    for p in model.parameters():
+        by_dtype[p.dtype] += p.nbytes
+    weights = by_dtype.total()
     states = tree_leaves([optimizer.state_dict()["state"] for optimizer in optimizers])
     peak = max(graph.peak_bytes for graph in graphs[1:])  # includes new gradients
     if len(inputs) > args.device_batch_size:
         peak += weights  # gradients of earlier micro-batches
-    exchange = 2 * weights if world_size > 1 else weights  # gradients and their buffer
+    exchange = weights  # all gradients, and a buffer for those of one dtype
+    exchange += max(by_dtype.values()) if world_size > 1 else 0
     memory = {"weights": weights, "optimizer states": sum(state.nbytes for state in states)}
     memory["activations and gradients"] = max(peak, exchange)
     return clock, memory, graphs
@@ -206,6 +262,8 @@ def main(argv):
     parser = argument_parser(__doc__)
     parser.add_argument("--device", choices=gpu_compiler.GPUS, default="H100")
     parser.add_argument("--world_size", type=int, default=1, help="number of GPUs")
+    help = "shards whose documents limit attention; default: a document is as long as a sequence"
+    parser.add_argument("--tokens", default="", help=help)
     own, rest = parser.parse_known_args(argv)
     args = train_gpt2.parse_args(rest)
     divides = own.world_size > 0 and args.batch_size % own.world_size == 0
@@ -213,7 +271,7 @@ def main(argv):
     sequences = args.batch_size // own.world_size
     micro_batch = train_gpt2.micro_batch_size(sequences, args.device_batch_size)
     args = dataclasses.replace(args, device_batch_size=micro_batch)
-    clock, memory, _ = planned(args, gpu_compiler.GPUS[own.device], own.world_size)
+    clock, memory, _ = planned(args, gpu_compiler.GPUS[own.device], own.world_size, own.tokens)
     print(page(args, own.device, clock, memory))
 
 
