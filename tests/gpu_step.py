@@ -1,7 +1,7 @@
 """Compile training steps for an H100 without one; print JSON for tests/test_plan.py.
 
     python tests/gpu_step.py compile      # what was compiled, by preset
-    python tests/gpu_step.py interpret    # losses and gradients against eager, by settings
+    python tests/gpu_step.py interpret    # losses and gradients against eager, by model
 
 interpret runs the generated kernels in Triton's interpreter on the CPU. It does so in float32,
 because the interpreter truncates where a GPU rounds to bfloat16.
@@ -24,29 +24,55 @@ import torch.nn.functional as F
 from gpu_compiler import FOLDER, GPUS, on_gpu
 
 import train_gpt2
+from train_gpt2 import BLOCK
 
-SMALL = dict(
-    n_layer=1, n_embd=32, n_head=1, vocab_size=64, sequence_length=16, device_batch_size=2,
-)  # fmt: skip
-ALL_PIECES = dict(max_ngram=3, ngram_rows=500, key_shift=1, logit_softcap=15.0)
+# Two layers at full width, on 8 sequences of 1,024 tokens.
+SIZES = ["--n_layer=2", "--batch_size=8", "--device_batch_size=8", "--sequence_length=1024"]
+PRESETS = {"record7": [], "record21": ["--value_embeddings=1", "--no_attention=-1"]}
+SMALL = dict(n_embd=32, n_head=1, vocab_size=64, device_batch_size=2)
+MODELS = {
+    "record7": dict(n_layer=1, sequence_length=16),
+    "modern": dict(
+        model="modern", n_layer=2, sequence_length=8, value_embeddings=1, max_ngram=3,
+        ngram_rows=500, key_shift=1,
+    ),
+}  # fmt: skip
 
 
 def summary(preset):
-    """Compile and plan a step of two layers at full width; return what the tests check."""
-    sizes = "--n_layer=2", "--batch_size=8", "--device_batch_size=8"
-    args = train_gpt2.parse_args([f"--preset={preset}", *sizes])
+    """Compile and plan a step of a preset, with SIZES; return what the tests check."""
+    args = train_gpt2.parse_args([f"--preset={preset}", *SIZES, *PRESETS[preset]])
     clock, _, graphs = plan.planned(args, GPUS["H100"], world_size=1)
     calls = re.compile(r"^ .*(?:extern_kernels|torch\.ops\.aten)\.(\w+)[.\w]*\(", re.M)
     flops = sum(used["flops"] for part, used in clock.usage.items() if part != "Newton-Schulz")
-    step = {"flops": flops, "graphs": []}
+    step = {"flops": flops, "visible blocks": clock.visible, "graphs": []}
     for graph in graphs:
         row = dict(kind=graph.kind, external=sorted(set(calls.findall(graph.code))))
         row["launches"] = sum(kernel.launches for kernel in graph.kernels)
         row["bytes"] = sum(kernel.launches * kernel.bytes for kernel in graph.kernels)
-        row["spilling"] = [kernel.name for kernel in graph.kernels if min(kernel.spills)]
+        row["spilling"] = [kernel.kind for kernel in graph.kernels if min(kernel.spills)]
         row["64-bit indices"] = re.findall(r"numel': 'i64'", graph.code)
         step["graphs"].append(row)
     return step
+
+
+def visible_blocks_twice():
+    """Return (planned, exact): visible blocks of random documents, exact ones from the masks."""
+    steps = plan.SAMPLED - 1  # so that the plan samples each step
+    args = train_gpt2.Hyperparameters(
+        model="modern", window=480, document_token=0, sequence_length=1024, num_iterations=steps
+    )
+    sequences = torch.randint(150, (2, args.sequence_length))
+    documents = (sequences == args.document_token).cumsum(1)
+    exact = []
+    for divisor in 1, 2:
+        counts = []
+        for step in range(steps + 1):
+            window = train_gpt2.schedule(step, args).window // BLOCK // divisor
+            mask = train_gpt2.attention_mask(documents, max(1, window))
+            counts.append(F.max_pool2d(mask.float(), BLOCK).sum(-1).mean())
+        exact.append(torch.stack(counts).mean().item())
+    return plan.visible_blocks(args, sequences.numpy()), exact
 
 
 # ---- The interpreter ----------------------------------------------------------------------------
@@ -71,18 +97,18 @@ def mend_interpreter():
     InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
 
 
-def attention(query, key, value, *rest):
+def attention(query, key, value, *rest, scale=None):
     out = torch.empty_like(query)
-    out.copy_(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+    out.copy_(F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale))
     zero = torch.zeros((), dtype=torch.int64)
     log_sums = torch.zeros(*query.shape[:-1], 1)  # attention_backward needs none
     return out, log_sums, None, None, 0, 0, zero, zero, None
 
 
-def attention_backward(gradient, query, key, value, *rest):
+def attention_backward(gradient, query, key, value, *rest, scale=None):
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     with torch.enable_grad():
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=scale)
     gradients = torch.autograd.grad(out, leaves, gradient)
     return [torch.empty_like(x).copy_(g) for x, g in zip(leaves, gradients)]
 
@@ -105,10 +131,10 @@ def compare_with_eager(args):
     """Return {name: relative difference} of the losses and of all gradients."""
     with on_gpu(args, torch.float32) as (_, graphs):
         validation, forward, backward = graphs
-    model = train_gpt2.GPT(args)
-    for block in model.h:
-        for layer in block.attn, block.mlp:  # c_proj starts as zeros, which would hide faults
-            torch.nn.init.normal_(layer.c_proj.weight, std=0.02)
+    model = train_gpt2.build_model(args, torch.float32)
+    for p in model.parameters():
+        if not p.all():  # weights that start as zeros would hide faults
+            p.data += 0.02 * torch.randn_like(p)
     shape = args.device_batch_size, args.sequence_length
     inputs, targets = (torch.randint(args.vocab_size, shape) for _ in range(2))
     targets[0, :3] = -1
@@ -116,7 +142,7 @@ def compare_with_eager(args):
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         given[f"l_self_{name.replace('.', '_')}_"] = tensor
     ngrams = torch.randn(*shape, args.n_embd, requires_grad=True)  # stands for sums of the table
-    if model.ngrams is not None:
+    if args.max_ngram:
         model.ngrams.forward = lambda inputs: ngrams
     # torch.compile names an input l_self_modules_h_modules_0_..._parameters_weight_, for example.
     names = [re.sub("(modules|parameters|buffers)_", "", name) for name in forward.inputs]
@@ -137,13 +163,14 @@ def compare_with_eager(args):
 def main(mode):
     """Print the result of a mode."""
     if mode == "compile":
-        result = {preset: summary(preset) for preset in ("record7", "candidate")}
+        result = {preset: summary(preset) for preset in PRESETS}
+        result["visible blocks"] = visible_blocks_twice()
     else:
         mend_interpreter()
         torch.default_generator.manual_seed(0)
         result = {}
-        for name, pieces in {"record7": {}, "all pieces": ALL_PIECES}.items():
-            result[name] = compare_with_eager(train_gpt2.Hyperparameters(**SMALL, **pieces))
+        for name, settings in MODELS.items():
+            result[name] = compare_with_eager(train_gpt2.Hyperparameters(**SMALL, **settings))
     print(json.dumps(result))
 
 

@@ -199,8 +199,10 @@ def test_a_token_sees_its_document_within_the_window_and_nothing_else(dtype):
 
 
 # ---- Whole runs ---------------------------------------------------------------------------------
+# The momentum warms up until step 4, the rates decay from then on, and the window grows every other
+# step.
 RUN = dict(
-    model="modern", n_layer=4, value_embeddings=1, window=256, document_token=3, no_attention=2,
+    model="modern", n_layer=4, value_embeddings=1, window=512, document_token=3, no_attention=2,
     sequence_length=256, batch_size=8, device_batch_size=1, num_iterations=8, warmdown_iters=4,
     final_lr=0.1, learning_rate=0.008, embedding_learning_rate=0.3, muon_learning_rate=0.01,
     muon_momentum_warmup=4, val_loss_every=2, val_tokens=256, save_every=1, keep_checkpoints=9,
@@ -208,27 +210,25 @@ RUN = dict(
 )  # fmt: skip
 
 
-@both_dtypes
-def test_any_number_of_ranks_reads_the_same_tokens_and_reaches_the_same_loss(dtype, tiny):
-    fields = {**tiny, **RUN, "dtype": dtype}
+def test_any_number_of_ranks_reads_the_same_tokens_and_reaches_the_same_loss(tiny):
+    fields = {**tiny, **RUN, "dtype": "float32"}
     runs = [validations(trained({**fields, "run_id": f"w{n}"}, n)) for n in (1, 2, 4, 8)]
     assert runs[0][-1][1] < runs[0][0][1] - 0.2
     for run in runs[1:]:
         assert [row[2] for row in run] == [row[2] for row in runs[0]]  # data_hash
-        tolerance = 2e-3 if dtype == "float32" else 0.02
-        assert [row[1] for row in run] == pytest.approx([row[1] for row in runs[0]], abs=tolerance)
+        assert [row[1] for row in run] == pytest.approx([row[1] for row in runs[0]], abs=2e-3)
 
 
-# The momentum warms up until step 4, the window grows at step 4, and the rates decay from step 4 on.
-@pytest.mark.parametrize("ranks, killed_at", [(1, 2), (1, 5), (2, 3), (2, 6)])
-def test_a_killed_run_resumes_to_the_bit(ranks, killed_at, tiny, tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_killed_twice_resumes_to_the_bit(ranks, tiny, tmp_path):
     fields = {**tiny, **RUN}
     trained({**fields, "run_id": "whole"}, ranks)
     fields |= {"run_id": "part", "resume": "auto"}
-    condition = f"step == {killed_at} and first_step == 0"
-    script = faulty_script(tmp_path, "os.kill(os.getpid(), 9)", condition)
+    kill = "os.kill(os.getpid(), 9)"
+    script = faulty_script(tmp_path, kill, "step in (3, 6) and step > first_step")
     assert run_forked(fields, ranks, script).returncode == -9
-    assert f"\nresume=auto: continuing after step {killed_at}\n" in trained(fields, ranks, script)
+    assert run_forked(fields, ranks, script).returncode == -9
+    assert "\nresume=auto: continuing after step 6\n" in trained(fields, ranks, script)
     last = "state_step0000000008.pt"
     logs = tmp_path / "logs"
     assert bits(logs / "part" / last) == bits(logs / "whole" / last)

@@ -20,11 +20,12 @@ compiles = pytest.mark.skipif(not VERSIONS.items() <= installed.items(), reason=
 # Triton kernels of two layers at full width: launches, GB that they read and write.
 KERNELS = {
     "record7": {"validation": (27, 1.721), "forward": (26, 3.346), "backward": (23, 1.356)},
-    "candidate": {"validation": (29, 1.798), "forward": (28, 3.397), "backward": (25, 1.406)},
+    "record21": {"validation": (33, 1.873), "forward": (35, 3.561), "backward": (45, 2.315)},
 }
 SMALL = [
-    "--n_layer=1", "--n_embd=32", "--n_head=1", "--vocab_size=64", "--sequence_length=16",
-    "--device_batch_size=2", "--batch_size=12", "--max_ngram=3", "--ngram_rows=500",
+    "--model=modern", "--n_layer=1", "--n_embd=32", "--n_head=1", "--vocab_size=64",
+    "--sequence_length=16", "--device_batch_size=2", "--batch_size=12", "--max_ngram=3",
+    "--ngram_rows=500",
 ]  # fmt: skip
 
 
@@ -46,31 +47,47 @@ def test_the_compiled_steps_have_the_expected_kernels_bytes_and_flops():
     """Each preset compiles to one graph forward and one backward, without spills."""
     steps = json.loads(run_tool("tests/gpu_step.py", "compile"))
     attention = "_scaled_dot_product_cudnn_attention"
-    external = {"backward": [f"{attention}_backward", "mm"]}
+    external = {"forward": [attention, "mm"], "backward": [f"{attention}_backward", "mm"]}
+    external = {
+        "record7": {**external, "validation": external["forward"]},
+        "record21": {"validation": ["mm"], "forward": ["mm", "sort"], "backward": ["mm"]},
+    }
     for preset, expected in KERNELS.items():
         graphs = steps[preset]["graphs"]
         assert [graph["kind"] for graph in graphs] == list(expected)
         for graph in graphs:
-            case = f"{preset}, {graph['kind']}"
-            launches, gigabytes = expected[graph["kind"]]
+            kind = graph["kind"]
+            case = f"{preset}, {kind}"
+            launches, gigabytes = expected[kind]
             assert graph["launches"] == launches, case
             assert graph["bytes"] == pytest.approx(1e9 * gigabytes, rel=0.02), case
-            assert graph["external"] == external.get(graph["kind"], [attention, "mm"]), case
-            assert graph["spilling"] == graph["64-bit indices"] == [], case
-    # 6 operations per weight and token; causal attention: 2 matmuls forward, 5 backward.
+            assert graph["external"] == external[preset][kind], case
+            assert graph["64-bit indices"] == [], case
+            # The only configuration of FlexAttention's backward spills 16 words.
+            flex_backward = (preset, kind) == ("record21", "backward")
+            assert graph["spilling"] == (["attention"] if flex_backward else []), case
+    # 6 operations per weight and token; attention: 2 matmuls forward, 5 backward, in two layers.
+    # Causal attention takes half of the scores, FlexAttention the visible blocks.
     tokens = 8 * 1024
-    weights = 50304 * 768 + 2 * 12 * 768**2
-    matmuls = 7 * 2 * tokens * 1024 * 768
-    assert steps["record7"]["flops"] == 6 * weights * tokens + matmuls
+    products = 6 * (50304 * 768 + 2 * 12 * 768**2) * tokens
+    keys = {"record7": 1024 / 2, "record21": 128 * steps["record21"]["visible blocks"][0]}
+    for preset in KERNELS:
+        attention = 7 * 2 * 2 * tokens * keys[preset] * 768
+        assert steps[preset]["flops"] == products + attention, preset
+    planned, exact = steps["visible blocks"]
+    assert planned == pytest.approx(exact)
 
 
 @compiles
 def test_the_generated_kernels_compute_the_eager_loss_and_gradients():
     results = json.loads(run_tool("tests/gpu_step.py", "interpret"))
-    # two losses, and the gradients of 7 parameters and of the sum of n-grams
-    assert {name: len(each) for name, each in results.items()} == {"record7": 9, "all pieces": 10}
+    # two losses, and the gradients of 7 parameters, or of 20 and of the sum of n-grams
+    assert {name: len(each) for name, each in results.items()} == {"record7": 9, "modern": 23}
     for differences in results.values():
-        assert all(difference < 1e-5 for difference in differences.values()), differences
+        for name, difference in differences.items():
+            # The gradient of a single weight is a sum of large terms that nearly cancel.
+            limit = 1e-4 if name.endswith("_weights_") else 1e-5
+            assert difference < limit, (name, difference)
 
 
 # ---- The plan -----------------------------------------------------------------------------------
@@ -87,10 +104,12 @@ def test_a_plan_for_three_gpus_adds_up():
     wanted = {"products of head and loss", "attention, backward", "Newton-Schulz", "AdamW"}
     wanted |= {"Adagrad", "n-grams", "gradient accumulation", "communication"}
     assert wanted <= ms.keys()
-    # Gradients travel in float32, Muon's updates in bfloat16; then the loss and a sum of norms.
-    matrices, tables = 12 * 32**2, (64 + 500) * 32
-    size = 4 * (matrices + tables) + 2 * matrices + 8
-    assert f"3 all_reduce, {size / 1e6:.1f} MB" in page  # Muon's three stacks travel in one
+    # Gradients travel in the dtype of the weights, which is bfloat16 for the embedding. Muon's
+    # updates travel in bfloat16, one all-reduce for each learning rate. Then 4 single weights, the
+    # loss and a sum of norms.
+    matrices, head, ngrams = 12 * 32**2, 64 * 32, 500 * 32
+    size = 4 * (matrices + head + ngrams + 4) + 2 * head + 2 * matrices + 8
+    assert f"5 all_reduce, {size / 1e6:.1f} MB" in page
 
 
 @compiles

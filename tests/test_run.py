@@ -37,7 +37,6 @@ from train_gpt2 import (
     PRESETS,
     Hyperparameters,
     UserError,
-    build_model,
     build_optimizers,
     parse_args,
     schedule,

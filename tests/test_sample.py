@@ -98,7 +98,10 @@ FOREIGN = [
     (with_settings(n_layer="1"), "n_layer='1' must be of type int"),
     (with_settings(n_layer=100), "does not fit this train_gpt2.py"),
     (with_settings(n_embd=2**20), "does not fit this train_gpt2.py"),
-    (with_settings(model="modern", max_ngram=2, ngram_rows=2**30), "does not fit this train_gpt2.py"),
+    (
+        with_settings(model="modern", max_ngram=2, ngram_rows=2**30),
+        "does not fit this train_gpt2.py",
+    ),
     (with_settings(sequence_length=2**31 - 1), "sequence_length=2147483647 must be a number"),
 ]
 

@@ -8,8 +8,8 @@
 #      plan          prediction of records/tools/plan.py for the default settings on an H200
 #      profile       measured parts of a step (records/tools/step_profile.py), compared to the plan
 #      default       40 steps of the default settings: cold start, then 15 steps with a warm cache
-#   2  candidate     --preset=candidate against record7 by records/tools/ab.py: PAIRS seeds (an even
-#                    number, default 2), each of SIDE_STEPS steps (default 150) of 131,072 tokens
+#   2  record21      RECORD21_STEPS steps of --preset=record21 (default 400, about 157M tokens), then
+#                    as many tokens of the default settings
 #   3  plain         a step against the plain implementation; memory at device_batch_size 64
 #      muon          tests/bench/bench_muon.py
 #      resume        killed and resumed: bit-identical?
@@ -25,7 +25,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: bash tests/bench/gpu_report.sh DIR [PART ...]}
 shift
-parts=" environment plan profile default candidate plain muon tests resume levers run "
+parts=" environment plan profile default record21 plain muon tests resume levers run "
 for part in "$@"; do
     [[ $parts == *" $part "* ]] || { echo "$part is not a part: give some of$parts" >&2; exit 1; }
 done
@@ -49,13 +49,15 @@ data=(--train_files="$work/*train_*.bin" --val_files="$work/*val_*.bin" --allow_
 if [ "$device" = cpu ]; then # small enough to be tried in minutes
     default=("${data[@]}" --n_layer=2 --n_head=2 --n_embd=64 --sequence_length=64 --batch_size=16
         --device_batch_size=8 --val_tokens=4096)
-    small=("${default[@]}") full=() side=() muon_set=(--only="4 layers x 128" --rounds=2)
-    many=6 few=3 rounds=2 SIDE_STEPS=6 RUN_STEPS=${RUN_STEPS:-40}
+    small=("${default[@]}") full=() muon_set=(--only="4 layers x 128" --rounds=2)
+    record21=("${data[@]}" --n_layer=8 --n_head=2 --n_embd=64 --sequence_length=256 --val_tokens=4096)
+    many=6 few=3 rounds=2 RUN_STEPS=${RUN_STEPS:-40} RECORD21_STEPS=8
 else
     default=("${data[@]}" --val_tokens=1048576)
     small=("${default[@]}" --batch_size=64 --device_batch_size=64 --n_layer=12 --n_head=6
         --n_embd=768 --sequence_length=1024)
-    full=(--batch_size=512) side=(--batch_size=128) muon_set=() many=40 few=15 rounds=5
+    full=(--batch_size=512) muon_set=() many=40 few=15 rounds=5
+    record21=("${data[@]}" --val_tokens=983040)
 fi
 
 # run_part NAME COMMAND ...: run a command with its output in DIR/NAME.txt until the time runs out
@@ -93,12 +95,12 @@ default() {
         --val_loss_every=0
     train default_warm train_gpt2.py "$few" "${default[@]}" --val_loss_every=0
 }
-candidate() {
-    local steps=${SIDE_STEPS:-150} record7
-    record7=(python train_gpt2.py "${small[@]}" "${side[@]}" --num_iterations="$steps"
-        --warmdown_iters=$((steps * 3 / 10)) --val_loss_every=$((steps / 3)))
-    run_part candidate "$python" records/tools/ab.py "${record7[*]@Q}" --rounds="${PAIRS:-2}" \
-        --arm "candidate: --preset=candidate" --out="$out/candidate"
+record21() {
+    local steps=${RECORD21_STEPS:-400}
+    train record21 train_gpt2.py "$steps" --preset=record21 "${record21[@]}" \
+        --muon_momentum_warmup=$((steps / 6)) --val_loss_every=$((steps / 4))
+    # A step of the default settings has 4 / 3 as many tokens.
+    train record7 train_gpt2.py $((steps * 3 / 4)) "${default[@]}" --val_loss_every=$((steps / 4))
 }
 plain() {
     run_part plain "$python" tests/bench/bench_step.py plain "${small[@]}" "${full[@]}" \
