@@ -20,7 +20,7 @@ compiles = pytest.mark.skipif(not VERSIONS.items() <= installed.items(), reason=
 # Triton kernels of two layers at full width: launches, GB that they read and write.
 KERNELS = {
     "record7": {"validation": (27, 1.721), "forward": (26, 3.346), "backward": (23, 1.356)},
-    "record21": {"validation": (33, 1.873), "forward": (35, 3.561), "backward": (45, 2.315)},
+    "record21": {"validation": (33, 1.873), "forward": (35, 3.561), "backward": (46, 2.260)},
 }
 SMALL = [
     "--model=modern", "--n_layer=1", "--n_embd=32", "--n_head=1", "--vocab_size=64",
@@ -161,7 +161,8 @@ def test_the_record_shows_the_figures_of_its_logs():
 
 def test_estimates_of_the_main_readme_are_those_of_the_record():
     allowed = set()
-    for path in (RECORD / "after").iterdir():
+    modern = ROOT / "records" / "2026-11-25_Modern_Model" / "plan"
+    for path in [*(RECORD / "after").iterdir(), *modern.iterdir()]:
         _, minutes, memory = map(float, figures(path))
         allowed |= {f"{minutes:.1f} min", f"{minutes / 60:.0f} hours", f"{memory:.0f} GB"}
     page = (ROOT / "README.md").read_text()
