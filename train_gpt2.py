@@ -87,9 +87,10 @@ def setting(group, default, help, low=0, high=2**31 - 1):
 class Hyperparameters:
     """All settings of a run. Edit the defaults here, or pass --name=value on the command line.
 
-    A resumed run may change every setting except those in the groups "model" and "training", of
-    which only num_iterations may increase. A new setting needs only a type and a default:
-    `my_setting: float = 1.0`. Raises UserError if a value is not allowed.
+    A resumed run may change every setting except val_tokens and those in the groups "model",
+    "modern model" and "training", of which only num_iterations may increase. A new setting needs
+    only a type and a default: `my_setting: float = 1.0`. Raises UserError if a value is not
+    allowed.
     """
 
     # fmt: off
@@ -100,17 +101,18 @@ class Hyperparameters:
     n_head: int = setting("model", 6, "attention heads", low=1)
     n_embd: int = setting("model", 768, "channels", low=1)
     model: Literal["gpt2", "modern"] = setting(
-        "model", "gpt2", "gpt2 is record 7's; modern adds what later records found")
+        "model", "gpt2", "gpt2 is record 7's; modern adds what later records found, and n-grams")
 
     value_embeddings: int = setting(
-        "modern model", 0, "tables of embeddings that are added to the values of as many first "
-        "layers, and again of the last")
+        "modern model", 0, "N embedding tables, added to the attention values of the first N "
+        "layers and, in the same order, of the last N")
     window: int = setting(
-        "modern model", 0, "tokens that every fourth layer attends to at the end, within the "
-        "document; others: half as many; 0: the whole sequence")
-    document_token: int = setting("modern model", 50256, "token that starts a document")
+        "modern model", 0, "tokens that a token attends to within its document, at the end of "
+        "training; grows from 128; some layers use half of it; 0: the whole sequence")
+    document_token: int = setting(
+        "modern model", 50256, "token that starts a document (256 in bytes); only used by a window")
     no_attention: int = setting(
-        "modern model", -1, "layer without attention, from 0; -1: none", low=-1)
+        "modern model", -1, "index of a layer that has no attention, from 0; -1: none", low=-1)
     key_shift: int = setting(
         "modern model", 0, "positions to shift keys right; 1 lets a layer act as an induction head")
     max_ngram: int = setting(
@@ -121,24 +123,25 @@ class Hyperparameters:
 
     seed: int = setting("training", 1337, "seed of the initial weights and of --shuffle")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "training", "auto", "of matmuls; auto picks bfloat16 if the device supports it natively")
+        "training", "auto", "of matmuls, and of the modern model's token and value embeddings; "
+        "auto picks bfloat16 if the device supports it natively")
     batch_size: int = setting("training", 512, "sequences per step, over all processes", low=1)
     sequence_length: int = setting("training", 1024, "tokens per sequence", low=1, high=2**20)
     num_iterations: int = setting("training", 5100, "optimizer steps", low=1)
-    learning_rate: float = setting("training", 0.0036, "of the head, with AdamW")
+    learning_rate: float = setting("training", 0.0036, "of the head (gpt2: also the embedding)")
     embedding_learning_rate: float = setting(
-        "training", 0.6, "of the modern model's embeddings, with AdamW (gpt2: tied to the head)")
+        "training", 0.6, "of the modern model's token and value embeddings")
     scalar_learning_rate: float = setting(
-        "training", 0.04, "of the modern model's single weights, with AdamW")
-    ngram_learning_rate: float = setting("training", 0.03, "of the n-gram table, with Adagrad")
+        "training", 0.04, "of the modern model's scalars: stream, skip and value weights")
+    ngram_learning_rate: float = setting("training", 0.03, "of the n-gram table")
     muon_learning_rate: float = setting("training", 0.00036, "of Muon (matrices of the blocks)")
     muon_momentum: float = setting("training", 0.95, "of Muon", high=0.9999)
     muon_momentum_warmup: int = setting(
-        "training", 0, "first steps, over which Muon's momentum grows from 0.85")
+        "training", 0, "initial steps in which Muon's momentum grows linearly from 0.85")
     warmdown_iters: int = setting(
         "training", 1450, "final steps over which the learning rates decay linearly")
     final_lr: float = setting(
-        "training", 0.0, "learning rates at the end, as a fraction of the full ones", high=1)
+        "training", 0.0, "final learning rates, as a fraction of the initial ones", high=1)
     ngram_dropout: float = setting(
         "training", 0.0, "probability of dropping an n-gram; reduces overfitting", high=0.99)
     shuffle: bool = setting(
@@ -184,17 +187,22 @@ class Hyperparameters:
         require(divides, f"n_embd={self.n_embd} must be a multiple of 2 * n_head = {pair}")
         shift, T = self.key_shift, self.sequence_length
         require(shift < T, f"key_shift={shift} must be less than sequence_length={T}")
-        extras = [name for name in settings_in("modern model") if self.differs_from_default(name)]
+        modern_only = [*settings_in("modern model"), "ngram_dropout"]
+        extras = [name for name in modern_only if self.differs_from_default(name)]
         allowed = self.model == "modern" or not extras
         require(allowed, f"{', '.join(extras)} can only be set with --model=modern")
         pairs = self.n_layer // 2
         fits = self.value_embeddings <= pairs
-        require(fits, f"value_embeddings={self.value_embeddings} must be at most {pairs}")
+        tables = self.value_embeddings
+        require(fits, f"value_embeddings={tables} must be at most n_layer // 2 = {pairs}")
+        layer, layers = self.no_attention, self.n_layer
+        require(layer < layers, f"no_attention={layer} must be less than n_layer={layers}")
         whole_blocks = self.window == 0 or T % BLOCK == 0
         require(whole_blocks, f"sequence_length={T} must be a multiple of {BLOCK} with a window")
-        token = self.document_token
-        known = self.window == 0 or token < self.vocab_size
-        require(known, f"document_token={token} must be less than vocab_size={self.vocab_size}")
+        token, vocab_size = self.document_token, self.vocab_size
+        known = self.window == 0 or token < vocab_size
+        fix = "pass --document_token=256 if the data are bytes"
+        require(known, f"document_token={token} must be less than {vocab_size=}: {fix}")
         is_name = re.fullmatch(r"([\w-][\w.-]*)?", self.run_id)
         require(is_name, f"run_id={self.run_id!r} may contain only letters, digits and '-_.'")
         has_name = self.run_id or self.resume != "auto"
@@ -237,7 +245,7 @@ PRESETS = {
     "record7": ("the defaults: GPT-2 124M on FineWeb, for eight 80 GB GPUs", {}),
     "24gb": ("the same run on one 24 GB GPU", dict(device_batch_size=32)),
     "record21": (
-        "the modern model in 1770 steps: record 21 (2.93 minutes on 8xH100) without FP8",
+        "record 21 (2.93 minutes on 8xH100 with FP8), here without FP8; not run yet",
         dict(
             model="modern", value_embeddings=3, window=1728, no_attention=7,
             batch_size=8, sequence_length=49152, device_batch_size=1,
@@ -699,9 +707,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
 
 
-# ---- The modern model: what later public records added to record 7, up to record 21
+# ---- The modern model: what records 8 to 21 added to record 7; n-grams and key shift are our own
 class ModernAttention(CausalSelfAttention):
-    """Attention with half-rotated channels, value embeddings, masks and shifted keys."""
+    """Attention with rotary embedding on half of the channels, value embeddings and key shift."""
 
     def __init__(self, args):
         super().__init__(args)
@@ -714,7 +722,7 @@ class ModernAttention(CausalSelfAttention):
         for layer in self.c_q, self.c_k, self.c_v:
             init_uniform(layer)
 
-    def forward(self, x, value, mask):  # (B, T, C), (B, T, C) or None
+    def forward(self, x, value, mask):  # x and value: (B, T, C); value and mask may be None
         q = norm(self.split_heads(self.c_q(x)))
         k = norm(self.split_heads(self.c_k(x)))
         # Scaling the weight is cheaper than scaling the values.
@@ -750,15 +758,15 @@ def attend(q, k, v, mask, scale=0.12):
 
 
 def attention_mask(documents, window):
-    """Return a mask: each token sees the earlier tokens of its document, within a window.
+    """Return a mask: each token sees itself and the earlier tokens of its document in a window.
 
-    documents: (B, T), the number of each token's document, ascending. window: a tensor that holds
-    the number of blocks, of BLOCK tokens, that a block sees, including itself. Returns a BlockMask
-    on a GPU, if T is a multiple of BLOCK, and otherwise a bool tensor (B, 1, T, T).
+    documents: (B, T), the number of each token's document, ascending. window: scalar tensor; a
+    token sees its own block of BLOCK tokens and the window - 1 blocks before it. Returns a
+    BlockMask on a GPU, if T is a multiple of BLOCK, and otherwise a bool tensor (B, 1, T, T).
     """
 
     def visible(b, h, query, key):
-        near = query // BLOCK - key // BLOCK < window
+        near = query // BLOCK < key // BLOCK + window
         return (key <= query) & near & (documents[b, query] == documents[b, key])
 
     B, T = documents.shape
@@ -787,7 +795,7 @@ class ModernBlock(nn.Module):
         init_uniform(self.mlp.c_fc)
         self.stream_weights = nn.Parameter(torch.tensor([1.0, 0.0]))
 
-    def forward(self, x, x0, value, mask):  # (B, T, C), (B, T, C), (B, T, C) or None
+    def forward(self, x, x0, value, mask):  # x, x0, value: (B, T, C); value, mask may be None
         x = self.stream_weights[0] * x + self.stream_weights[1] * x0
         if self.attn is not None:
             x = x + self.attn(norm(x), value, mask)
@@ -795,7 +803,7 @@ class ModernBlock(nn.Module):
 
 
 class NgramTable(nn.Module):
-    """A second embedding table, indexed by hashes of the last 2, 3, ... max_ngram tokens.
+    """An embedding table of n-grams, indexed by hashes of the last 2, 3, ... max_ngram tokens.
 
     The rows found for a position are summed. The gradient is sparse. While gradients are enabled,
     n-grams are dropped with probability `dropout`, and the others are scaled up to compensate.
@@ -849,10 +857,10 @@ class NgramTable(nn.Module):
 class ModernGPT(nn.Module):
     """A GPT with what records 8 to 21 added: other embeddings, skips, masks, and an untied head.
 
-    Every layer sees the embedding x0 again, and layers of the second half the output of their
-    mirror image in the first half: the last layer that of the first. Embedding tables have the
-    given dtype; other weights are float32. Activations and matmuls have the given dtype.
-    Source: the public record of 2025-01-13, https://github.com/KellerJordan/modded-nanogpt
+    Every layer mixes the embedding, x0, into its input. Each layer in the second half also adds the
+    output of its mirror image in the first half, so the last layer adds that of the first.
+    wte, value_tables, activations and matmuls have the given dtype; other weights are float32.
+    Source: record 21 (January 2025) of https://github.com/KellerJordan/modded-nanogpt
     """
 
     LOGIT_SOFTCAP = 15.0
@@ -893,6 +901,7 @@ class ModernGPT(nn.Module):
             mirror = layers - 1 - layer
             if layer > mirror:
                 x = x + self.skip_weights[mirror] * outputs[mirror]
+            # Layers 0, 4, 8, ... have the long window, counted from the first or the last layer.
             mask = long if min(layer, mirror) % 4 == 0 else short
             x = block(x, x0, values[layer], mask)
             outputs.append(x)
@@ -986,7 +995,8 @@ class Muon(torch.optim.Optimizer):
     params: parameters with at least two dimensions; shape (M, ...) is flattened to (M, N). Their
     gradients must already be summed or averaged over the ranks. Each parameter must have a gradient
     on all ranks or on none. lr: RMS change of an entry per step. momentum: may change between
-    steps. dtype: used for the matmuls. Raises ValueError if a parameter or a value is invalid.
+    steps in which all parameters have gradients. dtype: used for the matmuls. Raises ValueError if
+    a parameter or a value is invalid.
 
     Updates are scaled by sqrt(max(M, N)). torch.optim.Muon scales them differently:
 
@@ -1041,8 +1051,9 @@ class Muon(torch.optim.Optimizer):
                 stack = [p for p in stack if p.grad is not None]
                 if stack:
                     stacks.append(stack)
-            # The momentum buffer is a sum, m = decay * m + g. If the momentum has changed, this
-            # decay keeps it proportional to the average, m = momentum * m + (1 - momentum) * g.
+            # The momentum buffer m is a sum of gradients g: m = decay * m + g. The average that
+            # corresponds to it is a = (1 - momentum) * m. When the momentum has changed, m is
+            # rescaled, so that a = momentum * a + (1 - momentum) * g still holds.
             last_momentum = group.get("last_momentum", group["momentum"])
             rescale = (1 - last_momentum) / (1 - group["momentum"])  # exactly 1 if it is constant
             group["decay"] = group["momentum"] * rescale
@@ -1373,8 +1384,10 @@ class Schedule(NamedTuple):
 
 
 def schedule(step, args):
-    """Return the Schedule of a step: constant learning rates, then a linear decay to final_lr;
-    a linear warm-up of the momentum; a window that grows linearly.
+    """Return the Schedule of a step.
+
+    Learning rates are constant, then decay linearly to final_lr of their full values. The momentum
+    warms up linearly, and the window grows linearly.
     """
     remaining = min(1.0, (args.num_iterations - step) / max(1, args.warmdown_iters))
     warmup = args.muon_momentum_warmup
@@ -1427,7 +1440,7 @@ def gpt2_optimizers(model, args, rank, world_size):
 
 
 def modern_optimizers(model, args, rank, world_size):
-    """Return the optimizers of the modern model, with the learning rates of record 21."""
+    """Return the optimizers of the modern model: record 21's, and Adagrad for the n-gram table."""
     embeddings = [*model.wte.parameters(), *model.value_tables.parameters()]
     scalars = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -1436,8 +1449,9 @@ def modern_optimizers(model, args, rank, world_size):
         dict(params=scalars, lr=args.scalar_learning_rate),
     ]
     adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0, fused=True)
-    # Record 21 limits the singular values of an update rather than the RMS of its entries, so wider
-    # matrices, the second ones of the MLPs, have a lower rate here.
+    # Record 21 scales the update of an (M, N) matrix by sqrt(max(1, M / N)), and Muon here by
+    # sqrt(max(M, N)). So the rate that corresponds is proportional to 1 / sqrt(N): mlp.c_proj, with
+    # N = 4C, has half of muon_learning_rate.
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
     groups = []
     for columns in sorted({p.size(1) for p in matrices}):
@@ -2026,7 +2040,7 @@ def load_optimizer(optimizer, saved, log):
     optimizer.load_state_dict(saved)
     for p, state in optimizer.state.items():
         # A fused optimizer does not check the shapes, and could crash the process.
-        shapes = {value.shape for value in state.values()}
+        shapes = {value.shape for value in state.values() if isinstance(value, torch.Tensor)}
         require(shapes <= {p.shape, torch.Size()}, f"states of shapes {shapes} for {p.shape}")
     for group, full_lr in zip(optimizer.param_groups, full_rates):
         group["lr"] = group["initial_lr"] = full_lr
@@ -2118,7 +2132,7 @@ def main(args, stop=None):
         log(f"resume={args.resume}: continuing after step {run.step}")
     if start == "new" and args.init:
         log(f"starting from the weights in {args.init}")
-    elif start == "new":
+    elif start == "new" and args.model == "gpt2":
         log("a high first loss is expected: an untrained tied head predicts the input token")
     if args.compile:
         log("compiling (up to a minute; --compile=false starts at once, but trains more slowly)")

@@ -252,7 +252,7 @@ def test_windows_and_documents_do_not_recompile():
 def test_settings_of_the_modern_model_need_it():
     with pytest.raises(ValueError, match="key_shift, max_ngram can only be set with --model="):
         Hyperparameters(max_ngram=3, key_shift=1)
-    with pytest.raises(ValueError, match="value_embeddings=4 must be at most 3"):
+    with pytest.raises(ValueError, match="value_embeddings=4 must be at most n_layer // 2 = 3"):
         Hyperparameters(**{**SMALL, "value_embeddings": 4})
     with pytest.raises(ValueError, match="sequence_length=500 must be a multiple of 128"):
         Hyperparameters(**{**SMALL, "sequence_length": 500, "val_tokens": 500})
