@@ -41,7 +41,7 @@ def test_a_check_without_faults_describes_the_run(processes, network, tiny, mani
     for row in [
         ("1", "wte.weight", "64, 16", "AdamW", "0.6"),
         ("1", "lm_head.weight", "64, 16", "AdamW", "0.01"),
-        ("1", "skip_weights", "1", "AdamW", "0.04"),
+        ("1", "skip_weights", "1,", "AdamW", "0.04"),
         ("2", "h.*.attn.c_q.weight", "16, 16", "Muon", "0.005"),
         ("2", "h.*.mlp.c_proj.weight", "16, 64", "Muon", "0.0025"),
         ("1", "ngrams.weight", "100, 16", "Adagrad", "0.03"),
