@@ -187,30 +187,31 @@ class Hyperparameters:
         require(divides, f"n_embd={self.n_embd} must be a multiple of 2 * n_head = {pair}")
         shift, T = self.key_shift, self.sequence_length
         require(shift < T, f"key_shift={shift} must be less than sequence_length={T}")
-        modern_only = [*settings_in("modern model"), "ngram_dropout"]
-        extras = [name for name in modern_only if self.differs_from_default(name)]
-        allowed = self.model == "modern" or not extras
-        require(allowed, f"{', '.join(extras)} can only be set with --model=modern")
-        pairs = self.n_layer // 2
-        fits = self.value_embeddings <= pairs
-        tables = self.value_embeddings
-        require(fits, f"value_embeddings={tables} must be at most n_layer // 2 = {pairs}")
-        layer, layers = self.no_attention, self.n_layer
-        require(layer < layers, f"no_attention={layer} must be less than n_layer={layers}")
-        whole_blocks = self.window == 0 or T % BLOCK == 0
-        require(whole_blocks, f"sequence_length={T} must be a multiple of {BLOCK} with a window")
-        token, vocab_size = self.document_token, self.vocab_size
-        known = self.window == 0 or token < vocab_size
-        fix = "pass --document_token=256 if the data are bytes"
-        require(known, f"document_token={token} must be less than {vocab_size=}: {fix}")
+        self.check_modern_settings()
         is_name = re.fullmatch(r"([\w-][\w.-]*)?", self.run_id)
         require(is_name, f"run_id={self.run_id!r} may contain only letters, digits and '-_.'")
         has_name = self.run_id or self.resume != "auto"
         require(has_name, "--resume=auto needs --run_id to know which run to resume")
 
-    def differs_from_default(self, name):
-        """Return whether a setting has another value than its default."""
-        return getattr(self, name) != getattr(Hyperparameters, name)
+    def check_modern_settings(self):
+        """Raise UserError unless the settings of the modern model fit each other and the model."""
+        modern_only = [*settings_in("modern model"), "ngram_dropout"]
+        defaults = vars(Hyperparameters)
+        extras = [name for name in modern_only if getattr(self, name) != defaults[name]]
+        allowed = self.model == "modern" or not extras
+        require(allowed, f"{', '.join(extras)} can only be set with --model=modern")
+        tables, pairs = self.value_embeddings, self.n_layer // 2
+        fits = tables <= pairs
+        require(fits, f"value_embeddings={tables} must be at most n_layer // 2 = {pairs}")
+        layer, layers = self.no_attention, self.n_layer
+        require(layer < layers, f"no_attention={layer} must be less than n_layer={layers}")
+        if self.window:
+            T, token, vocab_size = self.sequence_length, self.document_token, self.vocab_size
+            divides = T % BLOCK == 0
+            require(divides, f"sequence_length={T} must be a multiple of {BLOCK} with a window")
+            known = token < vocab_size
+            fix = "pass --document_token=256 if the data are bytes"
+            require(known, f"document_token={token} must be less than {vocab_size=}: {fix}")
 
 
 def check_setting(field, value):
