@@ -10,9 +10,10 @@
 # bash run.sh TOOL [...]             run pack or a tool in records/tools: sample, evaluate, ...
 # bash run.sh records/<date>_<Name>  train a record again and compare the loss with its runs' spread
 # bash run.sh data                   only prepare the data of the CPU record
-# The environment variables NPROC and PYTHON set the number of processes and the interpreter.
+# The environment variables NPROC and PYTHON set the number of processes and the interpreter. All paths,
+# such as data/ and logs/, are relative to the current folder.
 set -euo pipefail
-cd "$(dirname "$0")"
+root=$(cd "$(dirname "$0")" && pwd)
 
 trap 'echo "run.sh: stopped" >&2; exit 130' INT
 
@@ -24,11 +25,11 @@ fail() {
 [[ ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]] ||
     fail "NPROC=$NPROC must be a number of processes from 1 to 9999; unset it to start one per GPU"
 
-tool=records/tools/${1:-none}.py
+tool=$root/records/tools/${1:-none}.py
 grep -qs '^if __name__ == "__main__":' "$tool" || tool=  # the other files there are modules
 case "${1:-}" in
-"" | -* | test | check | profile | data | pack | records/*) ;;
-*) [ -n "$tool" ] || fail "$1 is neither a setting (--name=value) nor a tool: \`head -13 run.sh\`" \
+"" | -* | test | check | profile | data | pack | records/* | */records/*) ;;
+*) [ -n "$tool" ] || fail "$1 is neither a setting (--name=value) nor a tool: \`head -14 $0\`" \
     "shows what there is" ;;
 esac
 
@@ -37,19 +38,20 @@ python=${PYTHON:-python3}
 requirements=requirements.txt
 case "${1:-}" in
 test) requirements+=" records/requirements.txt tests/requirements.txt" ;;
-records/* | report | compare | ab | export | track) requirements+=" records/requirements.txt" ;;
+*records/* | report | compare | ab | export | track) requirements+=" records/requirements.txt" ;;
 esac
 has_packages="from importlib.metadata import version
-for name in '''$(sed -n 's/^\([a-z_-]*\)[=>][^;]*$/\1/p' $requirements)'''.split():
+for name in '''$(cd "$root" && sed -n 's/^\([a-z_-]*\)[=>][^;]*$/\1/p' $requirements)'''.split():
     version(name)
 assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is older than 2.5'"
 if ! reason=$("$python" -c "$has_packages" 2>&1); then
-    [ -x .venv/bin/python ] || "$python" -m venv .venv
-    if ! .venv/bin/python -c "$has_packages" 2>/dev/null; then
-        echo "$python: ${reason##*: }; installing ${requirements##* } into .venv"
-        .venv/bin/python -m pip install -r "${requirements##* }"
+    venv=$root/.venv
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    if ! "$venv/bin/python" -c "$has_packages" 2>/dev/null; then
+        echo "$python: ${reason##*: }; installing ${requirements##* } into $venv"
+        "$venv/bin/python" -m pip install -r "$root/${requirements##* }"
     fi
-    python=.venv/bin/python
+    python=$venv/bin/python
 fi
 
 count_gpus() {
@@ -76,7 +78,7 @@ has_record_data() {
     local manifest=data/torch_sources/manifest.json
     grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 $manifest &&
         grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 $manifest &&
-        "$python" data/shards.py data/torch_sources >/dev/null
+        "$python" "$root/data/shards.py" data/torch_sources >/dev/null
 }
 
 # Succeed if the settings name data that the user has prepared.
@@ -92,7 +94,7 @@ pack_torch_sources() {
     if ! has_record_data; then
         folder=$("$python" -c "import torch; print(*torch.__path__)")
         # version.py is the one file that differs between the CPU and the CUDA builds
-        "$python" data/pack.py "$folder" --pattern '*.py' --exclude version.py \
+        "$python" "$root/data/pack.py" "$folder" --pattern '*.py' --exclude version.py \
             --encoding bytes --val_fraction 0.02 --skip_bad --out data/torch_sources
     fi
     has_record_data ||
@@ -110,11 +112,12 @@ fetch_fineweb() {
         [[ $answer = [yY]* ]] || fail "5.6 GB of FineWeb were not downloaded: pass --yes to" \
             "download them, or --preset=text or --preset=cpu to train without FineWeb"
     fi
-    "$python" data/fineweb.py
+    "$python" "$root/data/fineweb.py" --out data/fineweb10B
 }
 
 case "${1:-}" in
 test)
+    cd "$root"
     if [ $# -eq 1 ]; then
         pack_torch_sources  # once, before both test processes need it
         set -- test -n 2 --dist worksteal
@@ -123,11 +126,11 @@ test)
 check | profile)
     count_gpus "$@"
     [ "$gpus" -gt 0 ] || has_own_data "$@" || pack_torch_sources
-    [ "$1" = check ] || tool=records/tools/step_profile.py
+    [ "$1" = check ] || tool=$root/records/tools/step_profile.py
     launch "$tool" "${@:2}" ;;
 data) pack_torch_sources ;;
-pack) exec "$python" data/pack.py "${@:2}" ;;
-records/*) exec "$python" records/tools/rerun.py "$@" ;;
+pack) exec "$python" "$root/data/pack.py" "${@:2}" ;;
+*records/*) exec "$python" "$root/records/tools/rerun.py" "$@" ;;
 *)
     [ -z "$tool" ] || exec "$python" "$tool" "${@:2}"
     answer=
@@ -137,7 +140,7 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
     done
     count_gpus "$@"
     case " $*" in
-    *" --help"* | *" -h"*) launch train_gpt2.py "$@" ;;
+    *" --help"* | *" -h"*) launch "$root/train_gpt2.py" "$@" ;;
     esac
     if has_own_data "$@"; then
         echo "training on your own data; Ctrl-C saves a checkpoint and exits"
@@ -148,11 +151,11 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
         echo "training GPT-2 124M on FineWeb; Ctrl-C saves a checkpoint and exits"
         fetch_fineweb "$answer"
     fi
-    [ "$gpus $#" = "0 0" ] || launch train_gpt2.py "$@"
+    [ "$gpus $#" = "0 0" ] || launch "$root/train_gpt2.py" "$@"
     # Without arguments, the CPU record ends with a sample, unless a signal stops the training.
     signals=0
     trap 'signals=$((signals + 1)); kill $! 2>/dev/null || :' TERM INT HUP USR1
-    launch train_gpt2.py &
+    launch "$root/train_gpt2.py" &
     waits=none
     while [ "$waits" != "$signals" ]; do  # a signal interrupts wait
         waits=$signals
@@ -160,5 +163,5 @@ records/*) exec "$python" records/tools/rerun.py "$@" ;;
         wait $! || status=$?
     done
     [ "$status$signals" = 00 ] || exit "$status"
-    "$python" records/tools/sample.py "def " ;;
+    "$python" "$root/records/tools/sample.py" "def " ;;
 esac

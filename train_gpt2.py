@@ -28,6 +28,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -39,6 +40,10 @@ from typing import Literal, NamedTuple, get_args, get_origin
 if __name__ == "__main__":
     # Until training starts, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Before it sleeps, a waiting thread of OpenMP spins. By default, it spins so long that it slows
+    # down other programs, and they slow down training. Must be set before torch is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # The log of a run contains the source of this file. It is read before the slow imports, so that the
 # log shows the running code even if the file is edited right after launch.
@@ -164,7 +169,9 @@ class Hyperparameters:
     run_id: str = setting("checkpoints", "", "name of the log and the folder; default: the time")
     log_dir: str = setting("checkpoints", "logs", "folder for logs and checkpoints")
     save_every: int = setting("checkpoints", 0, "steps between checkpoints; 0: at a stop only")
-    keep_checkpoints: int = setting("checkpoints", 2, "recent checkpoints to keep", low=1)
+    keep_checkpoints: int = setting(
+        "checkpoints", 2, "recent checkpoints to keep; one fewer when the run has finished, but "
+        "always the last", low=1)
     resume: str = setting(
         "checkpoints", "", "auto continues run_id; a path continues that checkpoint as a new run")
     init: str = setting("checkpoints", "", "file with the initial weights, such as model.pt")
@@ -175,6 +182,8 @@ class Hyperparameters:
         "machine", 64, "maximum sequences per forward pass; lower it to save memory", low=1)
     compile: bool = setting(
         "machine", True, "use torch.compile; False starts sooner but trains more slowly")
+    print_every: float = setting(
+        "machine", 1.0, "seconds between printed training steps; the log file has all of them")
     comm_timeout: int = setting(
         "machine", 600, "seconds that a rank waits for the others before the run fails", low=1)
     # fmt: on
@@ -1589,12 +1598,12 @@ def evaluate(run):
 
 
 def validate(run):
-    """Collective: log and return the validation loss, and keep the weights if they are the best.
+    """Collective: log the validation loss, set run.val_loss, and keep the weights if they are best.
 
     Raises UserError if the weights of the ranks differ.
     """
     args, log = run.args, run.log
-    with log.timed("validation"):
+    with log.timed("validation"), log.still("validating"):
         loss = evaluate(run)
         bits = [p.float().view(torch.int32) for p in run.model.parameters()]
         sums = [values.sum(dtype=torch.int32) for values in bits]
@@ -1603,11 +1612,11 @@ def validate(run):
             facts["the checksum of their weights"] = checksum
     lr = args.learning_rate * schedule(run.step, args).lr_scale  # the others decay in proportion
     log.progress(run.step, f"val_loss:{loss:.4f}", f" data_hash:{run.data_hash:012x} lr:{lr:.3g}")
+    run.val_loss = loss
     # A run that repeats its text may overfit, so it also keeps its best weights.
     is_best = args.val_loss_every and run.epochs > 1 and loss < run.best_loss
     if is_best and save(run, "best.pt", val_loss=loss):
         run.best_loss = loss
-    return loss
 
 
 def read_batch(run):
@@ -1627,7 +1636,7 @@ def read_batch(run):
 
 
 def train(run):
-    """Collective: train up to the last step, validating periodically; return the last val_loss.
+    """Collective: train up to the last step, and validate periodically and at the end.
 
     Raises StopTraining if a rank must stop. The run is then in the state after its last complete
     step. Raises UserError if a loss is not finite.
@@ -1638,11 +1647,11 @@ def train(run):
     if log.live:
         scale, total = run.train_loader.tokens_per_step, args.num_iterations
         steps = tqdm(steps, initial=first_step, total=total, unit="tok", unit_scale=scale)
-    smooth_loss = val_loss = math.nan
+    smooth_loss = math.nan
     for step in steps:
         apply_schedule(run.model, run.optimizers, step, args)
         if args.val_loss_every and step % args.val_loss_every == 0:
-            val_loss = validate(run)
+            validate(run)
         if args.save_every and step % args.save_every == 0 and step > first_step:
             save_checkpoint(run)
         with log.timed("train"):
@@ -1653,7 +1662,7 @@ def train(run):
             loss = loss.item()
         run.step = step + 1
         run.data_hash = (run.data_hash + batch_hash) % 2**48
-        log.progress(run.step, f"train_loss:{loss:.4f}", show=not log.live)
+        log.progress(run.step, f"train_loss:{loss:.4f}", show=log.step_line_is_due())
         if not math.isfinite(loss):
             named_norms = zip(run.model.named_parameters(), norms.tolist())
             bad = [name for (name, _), norm in named_norms if not math.isfinite(norm)]
@@ -1664,13 +1673,13 @@ def train(run):
             )
         smooth_loss = loss if step == first_step else 0.9 * smooth_loss + 0.1 * loss
         if log.live:
-            steps.set_postfix(step=run.step, loss=smooth_loss, val=val_loss)
+            steps.set_postfix(step=run.step, loss=smooth_loss, val=run.val_loss)
     apply_schedule(run.model, run.optimizers, args.num_iterations, args)
-    val_loss = validate(run)
-    require(math.isfinite(val_loss), f"the run diverged: {val_loss=}; lower the learning rates")
+    validate(run)
+    diverged = f"the run diverged: val_loss={run.val_loss}; lower the learning rates"
+    require(math.isfinite(run.val_loss), diverged)
     if args.save_every:
         save_checkpoint(run)
-    return val_loss
 
 
 # ---- Log and checkpoints: what a run knows, writes and restores ---------------------------------
@@ -1680,15 +1689,17 @@ class Log:
     Lines are kept in memory until start_writing() is called, and while the disk is full.
     """
 
-    def __init__(self, path, rank, num_iterations):
+    def __init__(self, path, rank, num_iterations, print_every=1.0):
         self.path = path
         self.rank = rank
         self.num_iterations = num_iterations
+        self.print_every = print_every  # seconds between printed training steps
         self.seconds = Counter()  # spent in each phase
         self.file = None
         self.unwritten = b""
         # whether a progress bar replaces the line of each step
         self.live = rank == 0 and tqdm is not None and os.isatty(1) and os.isatty(2)
+        self.last_step_line = -math.inf  # when the line of a training step was printed
 
     def start_writing(self):
         """Open the file, which may raise OSError, and write what has been logged so far."""
@@ -1708,12 +1719,26 @@ class Log:
         self.unwritten += f"{line}\n".encode()
         if self.file is not None:
             self.write()
-        if show and sys.stdout is not None:
-            with contextlib.suppress(OSError):  # the terminal may be closed
-                if self.live:
-                    tqdm.write(line)  # above the progress bar
-                else:
-                    print(line, flush=True)
+        if show:
+            self.print(line)
+
+    def print(self, line):
+        """Print a line on the terminal only."""
+        if self.rank != 0 or sys.stdout is None:
+            return
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            if self.live:
+                tqdm.write(line)  # above the progress bar
+            else:
+                print(line, flush=True)
+
+    def step_line_is_due(self):
+        """Return whether to print a training step now. Beside a progress bar, none is printed."""
+        now = time.monotonic()
+        due = not self.live and now - self.last_step_line >= self.print_every
+        if due:
+            self.last_step_line = now
+        return due
 
     @contextlib.contextmanager
     def timed(self, phase):
@@ -1724,6 +1749,24 @@ class Log:
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def still(self, doing, every=10):
+        """Print every ten seconds what a with block is doing, and for how long."""
+        done = threading.Event()
+        start = time.monotonic()
+
+        def report():
+            while not done.wait(every):
+                self.print(f"still {doing}, for {time.monotonic() - start:.0f} s now")
+
+        thread = threading.Thread(target=report, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def progress(self, step, result, more="", show=True):
         """Log a result after `step` steps, with the training time so far."""
@@ -1748,6 +1791,7 @@ class Run:
     stop: StopRequest
     step: int = 0  # number of complete steps
     data_hash: int = 0  # of all tokens that these steps have trained on
+    val_loss: float = math.nan  # of the last validation
     best_loss: float = math.inf  # validation loss of the weights in best.pt
     lock: object = None  # an open file, which keeps other processes out of the folder
 
@@ -1792,6 +1836,9 @@ def log_header(run):
         log(f"{type(optimizer).__name__} parameters:{values}")
     if args.dtype == "auto" and dtype == torch.float32:
         log("dtype=auto picked float32, because this device has no native bfloat16")
+    others, cores = running_threads() - 1, os.cpu_count()
+    if others + threads > cores:
+        log(f"{others} threads of other programs run on {cores} cores: steps may be much slower")
     if run.epochs > 10:
         fix = "expect overfitting: add text, or lower --num_iterations"
         log(f"this run reads the training text {run.epochs:.0f} times, so {fix}")
@@ -1806,6 +1853,17 @@ def device_name(device):
             if line.startswith("model name"):
                 return line.partition(": ")[2]
     return platform.machine()
+
+
+def running_threads():
+    """Return how many threads of all programs want a core at the moment; 0 if that is unknown."""
+    counts = []
+    with contextlib.suppress(OSError):  # there is no such file on macOS
+        for _ in range(5):  # the lowest count leaves out what runs only briefly
+            time.sleep(0.02)
+            running = Path("/proc/loadavg").read_text().split()[3]  # "running/all"
+            counts.append(int(running.partition("/")[0]))
+    return min(counts, default=0)
 
 
 def peak_memory(device):
@@ -1895,6 +1953,11 @@ def save(run, name, **more):
         return False
 
 
+def checkpoint_name(step):
+    """Return the file name of the checkpoint after a step. The names sort by step."""
+    return f"state_step{step:010d}.pt"
+
+
 def checkpoints_in(folder):
     """Return the paths of a run's checkpoints, oldest first."""
     return sorted(folder.glob("state_step" + 10 * "[0-9]" + ".pt"))
@@ -1910,19 +1973,27 @@ def save_checkpoint(run):
     for optimizer in run.optimizers:
         get_state = getattr(optimizer, "full_state_dict", optimizer.state_dict)
         optimizer_states.append(get_state())
-    path = run.folder / f"state_step{run.step:010d}.pt"
+    path = run.folder / checkpoint_name(run.step)
     seconds = run.log.seconds["train"]
-    progress = dict(data_hash=run.data_hash, best_loss=run.best_loss, train_seconds=seconds)
+    losses = dict(last_val_loss=run.val_loss, best_loss=run.best_loss)
+    progress = dict(data_hash=run.data_hash, train_seconds=seconds, **losses)
     if not save(run, path.name, optimizers=optimizer_states, **progress):
         return None
-    if run.rank == 0:
-        up_to_now = [other for other in checkpoints_in(run.folder) if other <= path]
-        for old in up_to_now[: -run.args.keep_checkpoints]:
-            try:
-                old.unlink()
-            except OSError as error:
-                run.log(f"warning: an old checkpoint was not deleted ({one_line(error)})")
+    delete_old_checkpoints(run, run.args.keep_checkpoints)
     return path
+
+
+def delete_old_checkpoints(run, keep):
+    """Delete all but the last `keep` of the checkpoints up to the run's step. Only rank 0 does."""
+    if run.rank != 0:
+        return
+    newest = run.folder / checkpoint_name(run.step)
+    up_to_now = [path for path in checkpoints_in(run.folder) if path <= newest]
+    for old in up_to_now[:-keep]:
+        try:
+            old.unlink()
+        except OSError as error:
+            run.log(f"warning: an old checkpoint was not deleted ({one_line(error)})")
 
 
 def check_run_id(run):
@@ -2001,7 +2072,7 @@ def load_checkpoint(run, path):
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         load_optimizer(optimizer, saved, log)
     run.step, run.data_hash = int(state["step"]), int(state["data_hash"])
-    run.best_loss = float(state["best_loss"])
+    run.val_loss, run.best_loss = float(state["last_val_loss"]), float(state["best_loss"])
     log.seconds["train"] = float(state["train_seconds"])
 
 
@@ -2061,12 +2132,12 @@ def save_and_stop(run, reason):
     run.log(f"stopped by a signal after step {run.step}")
 
 
-def finish(run, val_loss):
-    """Save the weights; log times, speed, memory and the result.
+def finish(run):
+    """Save the weights, delete a checkpoint, and log times, speed, memory and the result.
 
     Raises UserError if the weights cannot be saved.
     """
-    log = run.log
+    log, val_loss = run.log, run.val_loss
     log(" ".join(f"{phase}:{seconds:.1f}s" for phase, seconds in log.seconds.items()))
     speed = run.tokens / log.seconds["train"]
     memory = peak_memory(run.device)
@@ -2076,6 +2147,8 @@ def finish(run, val_loss):
     path = run.folder / "model.pt"
     saved = save(run, path.name, val_loss=val_loss)
     require(saved, f"{path} was not written, so the final weights are lost: free space")
+    # The last checkpoint remains, so that num_iterations can be raised.
+    delete_old_checkpoints(run, max(1, run.args.keep_checkpoints - 1))
     log(f"weights: {path}; `bash run.sh sample` generates text from them")
     if run.best_loss < val_loss:
         best = run.folder / "best.pt"
@@ -2103,7 +2176,8 @@ def set_up(args, stop):
         torch.manual_seed(args.seed)
         model = build_model(args, choose_dtype(args, device)).to(device)
         optimizers = build_optimizers(model, args, rank, world_size)
-        log = Log(Path(args.log_dir, f"{run_id[0]}.txt"), rank, args.num_iterations)
+        path = Path(args.log_dir, f"{run_id[0]}.txt")
+        log = Log(path, rank, args.num_iterations, args.print_every)
         run = Run(
             args, rank, world_size, device, model, optimizers, loader, validation_tokens, log, stop
         )
@@ -2137,19 +2211,20 @@ def main(args, stop=None):
         log("a high first loss is expected: an untrained tied head predicts the input token")
     if args.compile:
         log("compiling (up to a minute; --compile=false starts at once, but trains more slowly)")
-    with log.timed("compile"):
+    with log.timed("compile"), log.still("compiling"):
         compile_model(run.model, run.args, *validation_batch(run, 0))
     with agreement():
         if run.rank == 0:
             log.start_writing()  # not earlier, so that a run that cannot start leaves no log
     try:
-        val_loss = train(run)
-        finish(run, val_loss)
+        train(run)
+        finish(run)
+        result = run.val_loss
     except StopTraining as stopped:
-        val_loss = None
+        result = None
         save_and_stop(run, reason=str(stopped))
     leave_processes()
-    return val_loss
+    return result
 
 
 def describe_failure(error):

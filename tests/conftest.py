@@ -35,7 +35,7 @@ TINY = {
     "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16, "batch_size": 12,
     "device_batch_size": 2, "sequence_length": 16, "num_iterations": 6, "warmdown_iters": 3,
     "learning_rate": 0.01, "muon_learning_rate": 0.005, "val_loss_every": 3, "val_tokens": 304,
-    "device": "cpu", "compile": False,
+    "device": "cpu", "compile": False, "keep_checkpoints": 3, "print_every": 0.0,
 }  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 import hashlib
+import math
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,9 +20,11 @@ from conftest import (
     ROOT,
     SCRIPT,
     both_dtypes,
+    checkpoints,
     faulty_script,
     last_bits,
     launcher,
+    losses,
     options,
     run_forked,
     run_here,
@@ -43,6 +47,7 @@ from train_gpt2 import (
 )
 
 CPU = torch.device("cpu")
+SPIN_VARIABLES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 
 
 # ---- Settings -----------------------------------------------------------------------------------
@@ -464,6 +469,52 @@ def test_log_and_weights(dtype, tiny, tmp_path, capsys):
     assert train_gpt2.evaluate(run) == pytest.approx(val_loss, abs=2e-3)
 
 
+def test_the_terminal_gets_at_most_a_training_step_a_second(tiny, tmp_path, capsys):
+    """The log file has all steps, and the terminal all validations."""
+    run_here(tiny, print_every=1000.0, run_id="quiet")
+    shown, log = capsys.readouterr().out, (tmp_path / "logs" / "quiet.txt").read_text()
+    assert [(step, name) for step, name, _ in losses(shown)] == [
+        ("0", "val_loss"), ("1", "train_loss"), ("3", "val_loss"), ("6", "val_loss")
+    ]  # fmt: skip
+    assert [step for step, name, _ in losses(log) if name == "train_loss"] == list("123456")
+    assert len(re.findall("^result ", log, re.M)) == 1  # as README greps for it
+
+
+def test_a_long_phase_says_that_it_goes_on(tmp_path, capsys):
+    log = train_gpt2.Log(tmp_path / "log.txt", 0, 1)
+    with pytest.raises(ZeroDivisionError), log.still("dividing", every=0.01):
+        time.sleep(0.2)
+        raise ZeroDivisionError
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1 and set(lines) == {"still dividing, for 0 s now"}
+    assert not log.unwritten
+    with train_gpt2.Log(tmp_path / "log.txt", 1, 1).still("dividing", every=0.01):
+        time.sleep(0.1)
+    assert not capsys.readouterr().out  # only rank 0 prints
+
+
+def test_other_busy_programs_are_named(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(train_gpt2, "running_threads", lambda: 1 + os.cpu_count())
+    run_here(tiny)
+    warning = f"{os.cpu_count()} threads of other programs run on {os.cpu_count()} cores: "
+    assert warning in capsys.readouterr().out
+    monkeypatch.setattr(train_gpt2, "running_threads", lambda: 0)
+    run_here(tiny)
+    assert "other programs" not in capsys.readouterr().out
+
+
+def test_the_wait_of_openmp_is_limited_unless_the_user_has_set_it(tmp_path):
+    code = "import os; print(os.environ.get('GOMP_SPINCOUNT')); os._exit(0)"
+    (tmp_path / "numpy.py").write_text(code)  # the script imports it after the variable is set
+    for given, expected in (
+        ({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None"),
+    ):  # fmt: skip
+        environment = {k: v for k, v in os.environ.items() if k not in SPIN_VARIABLES} | given
+        environment["PYTHONPATH"] = str(tmp_path)
+        done = subprocess.run([sys.executable, SCRIPT], env=environment, stdout=-1, text=True)
+        assert done.stdout.split() == [expected]
+
+
 # Threads of gloo that are still running at exit sometimes abort a process after its work is done.
 THREADS = """
 cli = train_gpt2.cli
@@ -528,6 +579,24 @@ def test_a_run_that_repeats_its_text_keeps_the_best_weights(tiny, tmp_path, caps
         (folder / "model.pt").unlink()
     run_here(fields, num_iterations=6, warmdown_iters=0, run_id="once")
     assert not (tmp_path / "logs" / "once" / "best.pt").exists()
+
+
+def test_a_finished_run_keeps_its_last_checkpoint(tiny, tmp_path):
+    """A user who asks for more checkpoints than the default gets all but one of them."""
+    for keep, steps in (1, [6]), (2, [6]), (4, [4, 5, 6]):
+        run_here(tiny, save_every=1, keep_checkpoints=keep, run_id=f"keep{keep}")
+        names = [f"state_step{step:010d}.pt" for step in steps]
+        assert checkpoints(tmp_path / "logs" / f"keep{keep}") == names
+
+
+def test_a_resumed_run_knows_its_last_validation(tiny, tmp_path):
+    run_here(tiny, 4, run_id="half")
+    args = Hyperparameters(**tiny, run_id="half", resume="auto")
+    run = train_gpt2.set_up(args, train_gpt2.StopRequest())
+    assert math.isnan(run.val_loss)
+    assert train_gpt2.restore(run) == "continued"
+    log = (tmp_path / "logs" / "half.txt").read_text()
+    assert f"{run.val_loss:.4f}" == f"{validations(log)[-1][1]:.4f}"
 
 
 def test_a_resumed_run_knows_its_best_loss(tiny, tmp_path, capsys):

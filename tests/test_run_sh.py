@@ -33,10 +33,11 @@ def default_signals():
         signal.signal(number, signal.SIG_DFL)
 
 
-def run_sh(folder, *arguments, gpus=0, stdin=subprocess.DEVNULL, **changes):
+def run_sh(folder, *arguments, gpus=0, stdin=subprocess.DEVNULL, cwd=None, **changes):
     """Run a copy of run.sh with stand-ins for Python and the tools.
 
-    Returns (exit status, lines of stdout, stderr). changes: environment variables.
+    Returns (exit status, lines of stdout without the path of the folder, stderr). cwd: the current
+    folder, by default the one of run.sh. changes: environment variables.
     """
     shutil.copy(ROOT / "run.sh", folder)
     requirements = ROOT / "requirements.txt", *ROOT.glob("*/requirements.txt")
@@ -51,13 +52,14 @@ def run_sh(folder, *arguments, gpus=0, stdin=subprocess.DEVNULL, **changes):
         ["bash", folder / "run.sh", *arguments],
         env={**os.environ, "PYTHON": f"{folder}/python", "GPUS": str(gpus), **changes},
         stdin=stdin,
+        cwd=cwd or folder,
         capture_output=True,
         text=True,
         timeout=60,
         start_new_session=True,
         preexec_fn=default_signals,
     )
-    return done.returncode, done.stdout.splitlines(), done.stderr
+    return done.returncode, done.stdout.replace(f"{folder}/", "").splitlines(), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,21 @@ def run_sh(folder, *arguments, gpus=0, stdin=subprocess.DEVNULL, **changes):
 def test_run_sh_starts_the_tools(given, command, tmp_path):
     status, lines, _ = run_sh(tmp_path, *given.split())
     assert (status, lines[-1]) == (0, command)
+
+
+def test_paths_are_relative_to_where_the_user_stands(tmp_path):
+    """run.sh finds its own files from any folder, also if the path contains a space."""
+    folder, elsewhere = tmp_path / "a copy", tmp_path / "elsewhere"
+    folder.mkdir()
+    (elsewhere / "data" / "fineweb10B").mkdir(parents=True)
+    pack = run_sh(folder, "pack", "a.txt", "--out", "b", cwd=elsewhere)
+    assert (pack[0], pack[1][-1]) == (0, "data/pack.py a.txt --out b")
+    rerun = run_sh(folder, "../a copy/records/x", cwd=elsewhere)
+    assert (rerun[0], rerun[1][-1]) == (0, "records/tools/rerun.py ../a copy/records/x")
+    for i in range(1, 28):  # these are found, so nothing is downloaded
+        (elsewhere / "data" / "fineweb10B" / f"fineweb_train_{i:06d}.bin").touch()
+    train = run_sh(folder, "--seed=1", gpus=1, cwd=elsewhere)
+    assert (train[0], train[1][-1]) == (0, "train_gpt2.py --seed=1")
 
 
 def test_run_sh_data_packs_the_sources_of_torch(tmp_path):
@@ -117,7 +134,8 @@ def test_a_download_needs_consent_on_a_terminal_or_yes(answer, tmp_path):
         os.write(terminal, answer.encode())
     status, lines, stderr = run_sh(tmp_path, "--seed=1", gpus=8, **options)
     assert ("Download 5.6 GB" in stderr) == (answer is not None)
-    assert (status == 0) == ("data/fineweb.py" in lines) == (answer == "y\n")
+    fetched = "data/fineweb.py --out data/fineweb10B" in lines
+    assert (status == 0) == fetched == (answer == "y\n")
     assert ("pass --yes" in stderr) == (answer != "y\n")
 
 
