@@ -170,6 +170,9 @@ def read_documents(file, path, text_field):
                 yield Document(f"{file}:{line}", "" if fault else text, name, fault)
     except ImportError:
         raise ValueError(f"{path} needs a package: pip install pyarrow") from None
+    except UnicodeDecodeError:
+        hint = f"if it is in Latin-1, `iconv -f latin1 -t utf8 {path} > NEW` converts it"
+        yield Document(f"{file}:{line + 1}", "", file, f"is not in UTF-8; {hint}")
     except Exception as error:  # the disk or a library raised it: the file is damaged or gone
         reason = (str(error) or type(error).__name__).splitlines()[0]
         yield Document(f"{file}:{line + 1}", "", file, f"cannot be read further ({reason})")

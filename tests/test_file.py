@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, SCRIPT, last_bits, losses, run_here, run_subprocess, validations
 
 import train_gpt2
@@ -97,10 +98,33 @@ def test_the_help_explains_every_setting_and_preset(capsys, monkeypatch):
         assert f"{name} {text}" in words
 
 
-def test_the_muon_example_in_readme_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def run_example_of_readme(number):
+    """Run a Python example of README; return the names that it defines."""
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(examples) == 2
     names = {}
-    exec(compile(example, "README.md", "exec"), names)
+    exec(compile(examples[number], "README.md", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)])
+def test_the_short_muon_in_readme_equals_the_real_one(shape):
+    """Up to the rounding of updates to bfloat16, over several steps."""
+    torch.manual_seed(0)
+    muon_step = run_example_of_readme(1)["muon_step"]
+    weight, momentum = torch.randn(shape), torch.zeros(shape)
+    parameter = torch.nn.Parameter(weight.clone())
+    muon = train_gpt2.Muon([parameter], lr=0.01, momentum=0.9, dtype=torch.float32)
+    for _ in range(5):
+        parameter.grad = torch.randn(shape)
+        muon.step()
+        muon_step(weight, parameter.grad, momentum, lr=0.01, mu=0.9)
+    torch.testing.assert_close(parameter.detach(), weight, rtol=0, atol=1e-3)
+    torch.testing.assert_close(muon.state[parameter]["momentum_buffer"], momentum)
+
+
+def test_the_muon_example_in_readme_runs():
+    names = run_example_of_readme(0)
     names["model"](names["torch"].arange(3)).sum().backward()
     for optimizer in names["optimizers"]:
         optimizer.step()

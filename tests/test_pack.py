@@ -141,7 +141,11 @@ GOOD = b'{"text": "x"}\n'
 NOT_JSON = "is not JSON with a string field 'text'"
 UNREADABLE = "cannot be read further"
 BAD = {  # name of the file, its content, the message
-    "invalid UTF-8 in a text": ("a.txt", b"one\ntwo \xff three", f"a.txt:1 {UNREADABLE}"),
+    "invalid UTF-8 in a text": (
+        "a.txt",
+        b"one\ntwo \xff three",
+        "a.txt:1 is not in UTF-8; if it is in Latin-1",
+    ),
     "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', f"b.jsonl:3 {NOT_JSON}"),
     "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, f"b.jsonl:4 {NOT_JSON}"),
     "JSON too deep": ("b.jsonl", GOOD + b"[" * 100000 + b"\n", f"b.jsonl:2 {NOT_JSON}"),

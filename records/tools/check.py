@@ -151,7 +151,10 @@ class Checks:
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
         size = 4 * (self.weights + self.states)
-        text = f"{free / 2**30:.1f} GiB free in {folder}, a checkpoint takes {size / 2**30:.2f}"
+        text = (
+            f"{free / 2**30:.1f} GiB free in {folder}, a checkpoint takes {size / 2**30:.2f}; the "
+            f"finished run takes {(size + 8 * self.weights) / 2**30:.2f} with its best weights"
+        )
         if (self.args.keep_checkpoints + 1) * size > free:
             raise UserError(f"{text}: free some, or pass another --log_dir or --keep_checkpoints")
         return text
