@@ -60,8 +60,8 @@ def get_encoding(name):
     except (ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"the encoding {name} is not available ({reason}): give bytes or gpt2, or set "
-            f"TIKTOKEN_CACHE_DIR to a folder that has its vocabulary"
+            f"use the encoding bytes or gpt2, or without a network, set TIKTOKEN_CACHE_DIR to a "
+            f"folder with the vocabulary: the encoding {name} is not available ({reason})"
         ) from None
     if encoding.n_vocab > 65536:
         raise ValueError(

@@ -13,8 +13,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from report import markdown
-from runlog import argument_parser, command, require
+from runlog import argument_parser, command, packages, require
+
+with packages():
+    from report import markdown
 
 CLASSES = {  # patterns of a plan's parts and of CUDA kernels' names; the first match counts
     "Triton kernels": "^triton|^element-wise|^embedding's",

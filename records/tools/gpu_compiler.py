@@ -9,15 +9,33 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
+import logging
+import math
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tempfile
+import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
+
+STARTED = time.monotonic()
+TOOL = Path(sys.argv[0]).name
+VERSIONS = {"torch": "2.13.0", "triton": "3.7.1"}  # this module changes parts of both
+
+installed = {each.name: each.version for each in importlib.metadata.distributions()}
+for package, version in VERSIONS.items():
+    if not installed.get(package, "").startswith(version):
+        raise ModuleNotFoundError(name=f"{package}=={version}")
+if not shutil.which("g++"):
+    sys.exit(f"{TOOL}: g++ is not installed: install it as a system package, such as apt's g++")
 
 FOLDER = tempfile.TemporaryDirectory()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then compiles nothing
@@ -40,26 +58,60 @@ simulated_device.set_guard()
 # ---- The simulated GPU --------------------------------------------------------------------------
 @dataclasses.dataclass
 class GPU:
-    """Properties of a GPU, named as in torch.cuda, and rates from its data sheet."""
+    """Properties of a GPU, named as in torch.cuda, and its rates.
+
+    The limits of a multiprocessor are those of the compute capability, from the CUDA Programming
+    Guide. Their number is from the GPU's data sheet or architecture white paper.
+    """
 
     major: int
     minor: int
     multi_processor_count: int
     max_threads_per_multi_processor: int
     shared_memory_per_block_optin: int
-    flops: float  # dense bf16 FLOP/s, accumulating in float32
+    flops: float  # FLOP/s of products in self.dtype, dense, accumulating in float32
     bandwidth: float  # bytes/s to and from its memory
     bus: float  # bytes/s: NCCL's bus bandwidth in a node of 8 GPUs
+    source: str  # of the three rates
     name: str = "simulated"
     regs_per_multiprocessor: int = 65536
 
+    @property
+    def dtype(self):
+        """The dtype of products, as --dtype=auto chooses it."""
+        return torch.bfloat16 if self.major >= 8 else torch.float32
+
 
 GPUS = {
-    "H100": GPU(9, 0, 132, 2048, 232448, 989e12, 3.35e12, 400e9),
-    "H200": GPU(9, 0, 132, 2048, 232448, 989e12, 4.8e12, 400e9),
-    "A100": GPU(8, 0, 108, 2048, 166912, 312e12, 2.04e12, 230e9),
-    "4090": GPU(8, 9, 128, 1536, 101376, 165e12, 1.01e12, 20e9),
-}
+    "B200": GPU(
+        10, 0, 148, 2048, 232448, 2250e12, 7.7e12, 830e9,
+        "NVIDIA Blackwell data sheet, HGX B200; bus: measured, github.com/NVIDIA/nccl/issues/1807"),
+    "H200": GPU(
+        9, 0, 132, 2048, 232448, 989e12, 4.8e12, 400e9,
+        "NVIDIA H200 data sheet, SXM; bus: assumed"),
+    "H100": GPU(
+        9, 0, 132, 2048, 232448, 989e12, 3.35e12, 400e9,
+        "NVIDIA H100 data sheet, SXM; bus: assumed"),
+    "A100": GPU(
+        8, 0, 108, 2048, 166912, 312e12, 2.04e12, 230e9,
+        "NVIDIA A100 data sheet, 80 GB SXM; bus: measured, github.com/NVIDIA/nccl/issues/527"),
+    "L40S": GPU(
+        8, 9, 142, 1536, 101376, 362e12, 0.864e12, 20e9,
+        "NVIDIA L40S data sheet; bus: assumed, 0.64 of PCIe 4.0 x16"),
+    "A10G": GPU(
+        8, 6, 80, 1536, 101376, 70e12, 0.6e12, 20e9,
+        "NVIDIA A10G data sheet for AWS, 2022; bus: assumed, 0.64 of PCIe 4.0 x16"),
+    "T4": GPU(
+        7, 5, 40, 1024, 65536, 8.1e12, 0.32e12, 10e9,
+        "NVIDIA T4 data sheet (float32) and product brief PB-09256 (memory); "
+        "bus: assumed, 0.64 of PCIe 3.0 x16"),
+    "5090": GPU(
+        12, 0, 170, 1536, 101376, 209.5e12, 1.792e12, 28e9,
+        "NVIDIA RTX Blackwell white paper; bus: measured, github.com/NVIDIA/nccl/issues/1639"),
+    "4090": GPU(
+        8, 9, 128, 1536, 101376, 165e12, 1.01e12, 20e9,
+        "NVIDIA Ada white paper; bus: assumed, 0.64 of PCIe 4.0 x16"),
+}  # fmt: skip
 chosen = SimpleNamespace(gpu=GPUS["H100"])  # set chosen.gpu before the first compilation
 
 answers = dict(
@@ -78,13 +130,16 @@ import torch.nn.functional as F  # noqa: E402
 import triton  # noqa: E402
 from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 from torch._inductor import compile_fx, config, memory  # noqa: E402
+from torch._inductor.exc import InductorError  # noqa: E402
 from torch._inductor.fx_passes import joint_graph  # noqa: E402
+from torch._inductor.graph import GraphLowering  # noqa: E402
 from torch._inductor.runtime import triton_helpers  # noqa: E402
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # noqa: E402
 from torch._inductor.utils import run_and_get_graph_lowering  # noqa: E402
 from torch._inductor.virtualized import V  # noqa: E402
 from torch._subclasses import fake_tensor  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.errors import OutOfResources  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
@@ -92,6 +147,8 @@ import train_gpt2  # noqa: E402
 joint_graph.lazy_init = lambda device: None  # registers fusion and padding patterns
 config.joint_graph_constant_folding = False
 config.use_static_triton_launcher = False
+torch._logging.set_logs(inductor=logging.ERROR)
+warnings.filterwarnings("ignore", "dynamo_pgo force disabled")  # because caches are disabled
 config.profile_bandwidth = not INTERPRETED  # estimates the bytes that a kernel moves
 
 
@@ -147,8 +204,21 @@ class Graph:
     inputs: list  # names that torch.compile gives to the model's tensors
 
 
+last_line = -math.inf  # time of the last progress line
+
+
+def show_progress(text, pause=0.0):
+    """Print the elapsed seconds and a text to stderr, unless the last line is newer than pause."""
+    global last_line
+    elapsed = time.monotonic() - STARTED
+    if elapsed - last_line >= pause:
+        print(f"{TOOL}: {elapsed:.0f} s: {text}", file=sys.stderr, flush=True)
+        last_line = elapsed
+
+
 ITEM_SIZES = {"*bf16": 2, "*fp32": 4, "*i64": 8}
 generated = {}  # Triton kernels by name
+compiled_now = set()  # names of the kernels of the graph that is being compiled
 
 
 def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
@@ -181,6 +251,10 @@ def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
         sizes=tuple(sizes.values()),
         spills=tuple(launcher.n_spills for launcher in self.launchers),
     )
+    compiled_now.add(name)
+    if isinstance(V.graph, GraphLowering):  # not when a test runs a graph's code
+        total = len(V.graph.wrapper_code.src_to_kernel)
+        show_progress(f"compiled kernel {len(compiled_now)} of {total}", pause=5)
 
 
 CachingAutotuner._make_launchers = record_kernel
@@ -188,6 +262,10 @@ CachingAutotuner._make_launchers = record_kernel
 
 def compile_graph(graph_module, inputs, names, **named):
     """Compile an FX graph; return the Graph. names: of the inputs."""
+    kinds = {"is_inference": "validation", "is_backward": "backward"}
+    kind = next((kinds[flag] for flag in kinds if named.get(flag)), "forward")
+    show_progress(f"generating the kernels of the {kind} pass")
+    compiled_now.clear()
     compiled, [lowering] = run_and_get_graph_lowering(
         compile_fx.compile_fx_inner, graph_module, inputs, **named
     )
@@ -196,8 +274,6 @@ def compile_graph(graph_module, inputs, names, **named):
     buffers, nodes = scheduler.name_to_buf, scheduler.name_to_fused_node
     with V.set_graph_handler(lowering):
         peak, *_ = memory.prepare_planning_info(scheduler.nodes, buffers, nodes, *ends)
-    kinds = {"is_inference": "validation", "is_backward": "backward"}
-    kind = next((kinds[flag] for flag in kinds if named.get(flag)), "forward")
     launches = {} if INTERPRETED else Counter(re.findall(r"^ +(triton_\w+)\.run\(", code, re.M))
     kernels = [dataclasses.replace(generated[name], launches=n) for name, n in launches.items()]
     return Graph(kind, code, kernels, peak, names)
@@ -206,7 +282,11 @@ def compile_graph(graph_module, inputs, names, **named):
 def attention_of_gpu(query, key, value, is_causal, scale=None):
     """Call the attention kernel that PyTorch would choose on a GPU; it cannot be asked here."""
     aten, gradient = torch.ops.aten, torch.is_grad_enabled()
-    if chosen.gpu.major < 9:
+    if query.dtype == torch.float32:
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, gradient, 0.0, is_causal, scale=scale
+        )[0]
+    if chosen.gpu.major not in (9, 10):
         return aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, is_causal, scale=scale
         )[0]
@@ -229,6 +309,21 @@ def dense_embedding_bag(rows, weight, embedding_bag=F.embedding_bag, **named):
 
 
 @contextlib.contextmanager
+def fitting_kernels():
+    """Raise ValueError with one sentence if a kernel does not fit the GPU."""
+    try:
+        yield
+    except InductorError as error:
+        lack = error.inner_exception
+        if not isinstance(lack, OutOfResources):
+            raise
+        raise ValueError(
+            f"a kernel needs {lack.required} bytes of {lack.name}, but the GPU has {lack.limit}, so "
+            "training would fail there, too: choose another model, such as --preset=record7"
+        ) from None
+
+
+@contextlib.contextmanager
 def on_gpu(args, dtype, running=contextlib.nullcontext):
     """Yield (model, graphs): a GPT, compiled for the GPU as in training, and its Graphs.
 
@@ -239,6 +334,8 @@ def on_gpu(args, dtype, running=contextlib.nullcontext):
     def inner_compile(graph_module, inputs, **named):
         graph = compile_graph(graph_module, inputs, list(names), **named)
         graphs.append(graph)
+        if graph.kind == "validation":
+            show_progress("tracing the training step")
 
         def call(*inputs):
             with running(graph):
@@ -256,7 +353,10 @@ def on_gpu(args, dtype, running=contextlib.nullcontext):
             model = train_gpt2.build_model(args, dtype)
             tokens = torch.zeros(args.device_batch_size, args.sequence_length, dtype=torch.int64)
         model.compile = functools.partial(torch.nn.Module.compile, model, backend=backend)
+        show_progress(
+            f"tracing the model of {sum(p.numel() for p in model.parameters()):,} weights"
+        )
         # compile_model raises this when it reads the training loss, after all graphs are compiled.
-        with contextlib.suppress(fake_tensor.DataDependentOutputException):
+        with contextlib.suppress(fake_tensor.DataDependentOutputException), fitting_kernels():
             train_gpt2.compile_model(model, args, tokens, tokens.clone())
         yield model, graphs

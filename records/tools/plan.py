@@ -6,6 +6,9 @@ Forward and backward consist of the kernels that Inductor generates for the GPU 
 The other operations and the all-reduces are counted by running train_step on fake tensors. Times
 follow from data sheets and the constants below; nothing is measured. For the public record 7, the
 predicted step was 11.9% shorter than in its log; `--record7` of commit 61fbced reproduces this.
+
+A plan takes some minutes; its progress is printed to stderr. A T4 has no bfloat16, so its plan is
+for float32.
 """
 
 import contextlib
@@ -16,22 +19,22 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 from unittest import mock
 
-from report import markdown
 from runlog import ROOT, argument_parser, command, packages, require
 
 sys.path.insert(0, str(ROOT))
 with packages():
     import gpu_compiler  # before torch
-import numpy as np
-import torch
-import torch.distributed as dist
-from step_profile import parts_in_ranges
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from report import markdown
+    from step_profile import parts_in_ranges
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.flop_counter import flop_registry
 
-import train_gpt2
-from train_gpt2 import BLOCK
+    import train_gpt2
+    from train_gpt2 import BLOCK
 
 FLOPS_SHARES = {  # of the peak FLOP/s
     "product": 0.7,  # large ones reached 0.78 to 0.81 on an H200; others reach less
@@ -208,7 +211,8 @@ def planned(args, gpu, world_size, token_files=""):
     visible = visible_blocks(args, read_sequences(args, token_files))
     new_clock = functools.partial(Clock, gpu, args.vocab_size, world_size, visible)
     clock = new_clock()
-    with gpu_compiler.on_gpu(args, torch.bfloat16, lambda g: clock.running(g)) as (model, graphs):
+    with gpu_compiler.on_gpu(args, gpu.dtype, lambda g: clock.running(g)) as (model, graphs):
+        gpu_compiler.show_progress("counting the operations of a step")
         shape = args.batch_size // world_size, args.sequence_length
         inputs = torch.zeros(shape, dtype=torch.int64, device="cuda")
         optimizers = train_gpt2.build_optimizers(model, args, 0, world_size)
@@ -241,14 +245,18 @@ def page(args, device, clock, memory):
     micro_batches = args.batch_size // clock.world_size // args.device_batch_size
     model_flops = step["flops"] - clock.usage["Newton-Schulz"]["flops"]
     uses = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
+    gpu = clock.gpu
+    dtype = str(gpu.dtype).removeprefix("torch.")
     return f"""\
 Planned, not measured: a step on {clock.world_size} x {device}, \
 {micro_batches} x {args.device_batch_size} sequences on each.
+{device}: {gpu.flops / 1e12:g} TFLOP/s in {dtype}, memory {gpu.bandwidth / 1e9:g} GB/s, \
+bus {gpu.bus / 1e9:g} GB/s ({gpu.source}).
 
 {markdown(["part", "launches", "GB", "TFLOP", "ms", "share"], rows)}
 
 Training: {args.num_iterations} steps in {step["seconds"] * args.num_iterations / 60:.1f} minutes. \
-MFU: {model_flops / step["seconds"] / clock.gpu.flops:.1%}.
+MFU: {model_flops / step["seconds"] / gpu.flops:.1%}.
 Peak memory: {sum(memory.values()) / 1e9:.1f} GB ({uses}).
 Collectives of a step: {len(clock.sent)} all_reduce, {sum(clock.sent) / 1e6:.1f} MB in total.
 
@@ -265,13 +273,16 @@ def main(argv):
     help = "shards whose documents limit attention; default: a document is as long as a sequence"
     parser.add_argument("--tokens", default="", help=help)
     own, rest = parser.parse_known_args(argv)
-    args = train_gpt2.parse_args(rest)
+    args, gpu = train_gpt2.parse_args(rest), gpu_compiler.GPUS[own.device]
+    dtype = str(gpu.dtype).removeprefix("torch.")
+    sentence = f"dtype={args.dtype} must be auto or {dtype} to plan for a {own.device}"
+    require(args.dtype in ("auto", dtype), sentence)
     divides = own.world_size > 0 and args.batch_size % own.world_size == 0
     require(divides, f"world_size={own.world_size} must divide batch_size={args.batch_size}")
     sequences = args.batch_size // own.world_size
     micro_batch = train_gpt2.micro_batch_size(sequences, args.device_batch_size)
     args = dataclasses.replace(args, device_batch_size=micro_batch)
-    clock, memory, _ = planned(args, gpu_compiler.GPUS[own.device], own.world_size, own.tokens)
+    clock, memory, _ = planned(args, gpu, own.world_size, own.tokens)
     print(page(args, own.device, clock, memory))
 
 
