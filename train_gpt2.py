@@ -170,8 +170,8 @@ class Hyperparameters:
     log_dir: str = setting("checkpoints", "logs", "folder for logs and checkpoints")
     save_every: int = setting("checkpoints", 0, "steps between checkpoints; 0: at a stop only")
     keep_checkpoints: int = setting(
-        "checkpoints", 2, "recent checkpoints to keep; one fewer when the run has finished, but "
-        "always the last", low=1)
+        "checkpoints", 2, "recent checkpoints to keep; a finished run keeps one fewer, but always "
+        "the last", low=1)
     resume: str = setting(
         "checkpoints", "", "auto continues run_id; a path continues that checkpoint as a new run")
     init: str = setting("checkpoints", "", "file with the initial weights, such as model.pt")
@@ -553,9 +553,8 @@ class CastedLinear(nn.Linear):
 class Rotary(nn.Module):
     """Rotary position embedding: rotates each pair of channels (i, i + D/2) by a position's angle.
 
-    frequencies: (D/2,), in radians per position; pairs with frequency 0 are not rotated. The paper,
-    https://arxiv.org/abs/2104.09864, rotates by the opposite angle. The models are equivalent:
-    negating the channels i + D/2 of all queries and keys turns one into the other.
+    frequencies: (D/2,), in radians per position; pairs with frequency 0 are not rotated. Source:
+    https://arxiv.org/abs/2104.09864, which rotates by the opposite angle, an equivalent model.
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -924,25 +923,6 @@ def build_model(args, dtype):
 
 
 # ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist -
-def gram(X):
-    """Return X X^T for X of shape (M, N) or (K, M, N)."""
-    M, N = X.shape[-2:]
-    if X.is_cuda or M < 512 or N < 2 * M:
-        return X @ X.mT
-    # The result is symmetric. For large matrices on a CPU, computing three of the four blocks and
-    # copying the fourth is faster. On a GPU, the additional kernel launches would probably cost
-    # more.
-    half = M // 2
-    top = X[..., :half, :]
-    bottom = X[..., half:, :]
-    A = X.new_empty(*X.shape[:-1], M)
-    torch.matmul(top, top.mT, out=A[..., :half, :half])
-    torch.matmul(top, bottom.mT, out=A[..., :half, half:])
-    torch.matmul(bottom, bottom.mT, out=A[..., half:, half:])
-    A[..., half:, :half] = A[..., :half, half:].mT
-    return A
-
-
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     """Orthogonalize G = U S V^T with five Newton-Schulz iterations: return approximately U V^T.
 
@@ -980,7 +960,7 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     m, n = sorted(G.shape[-2:])
     identity = torch.eye(m, dtype=dtype, device=G.device)
     for iterations in (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1):
-        A = gram(X.mT if tall else X)  # (m, m)
+        A = X.mT @ X if tall else X @ X.mT  # (m, m)
         B = multiply_add(A, A, A, beta=b, alpha=c)
         if iterations == 1:
             X = multiply_add(X, X, B, beta=a) if tall else multiply_add(X, B, X, beta=a)
@@ -1676,8 +1656,7 @@ def train(run):
             steps.set_postfix(step=run.step, loss=smooth_loss, val=run.val_loss)
     apply_schedule(run.model, run.optimizers, args.num_iterations, args)
     validate(run)
-    diverged = f"the run diverged: val_loss={run.val_loss}; lower the learning rates"
-    require(math.isfinite(run.val_loss), diverged)
+    require(math.isfinite(run.val_loss), f"{run.val_loss=}: lower the learning rates")
     if args.save_every:
         save_checkpoint(run)
 
@@ -1754,19 +1733,18 @@ class Log:
     def still(self, doing, every=10):
         """Print every ten seconds what a with block is doing, and for how long."""
         done = threading.Event()
-        start = time.monotonic()
 
         def report():
+            seconds = 0
             while not done.wait(every):
-                self.print(f"still {doing}, for {time.monotonic() - start:.0f} s now")
+                seconds += every
+                self.print(f"still {doing} after {seconds} s")
 
-        thread = threading.Thread(target=report, daemon=True)
-        thread.start()
+        threading.Thread(target=report, daemon=True).start()
         try:
             yield
         finally:
             done.set()
-            thread.join()
 
     def progress(self, step, result, more="", show=True):
         """Log a result after `step` steps, with the training time so far."""
@@ -1953,11 +1931,6 @@ def save(run, name, **more):
         return False
 
 
-def checkpoint_name(step):
-    """Return the file name of the checkpoint after a step. The names sort by step."""
-    return f"state_step{step:010d}.pt"
-
-
 def checkpoints_in(folder):
     """Return the paths of a run's checkpoints, oldest first."""
     return sorted(folder.glob("state_step" + 10 * "[0-9]" + ".pt"))
@@ -1973,27 +1946,23 @@ def save_checkpoint(run):
     for optimizer in run.optimizers:
         get_state = getattr(optimizer, "full_state_dict", optimizer.state_dict)
         optimizer_states.append(get_state())
-    path = run.folder / checkpoint_name(run.step)
+    path = run.folder / f"state_step{run.step:010d}.pt"
     seconds = run.log.seconds["train"]
     losses = dict(last_val_loss=run.val_loss, best_loss=run.best_loss)
     progress = dict(data_hash=run.data_hash, train_seconds=seconds, **losses)
     if not save(run, path.name, optimizers=optimizer_states, **progress):
         return None
-    delete_old_checkpoints(run, run.args.keep_checkpoints)
+    keep = run.args.keep_checkpoints
+    if run.step == run.args.num_iterations:
+        keep = max(1, keep - 1)  # now only the last one is needed, to raise num_iterations
+    if run.rank == 0:
+        up_to_now = [other for other in checkpoints_in(run.folder) if other <= path]
+        for old in up_to_now[:-keep]:
+            try:
+                old.unlink()
+            except OSError as error:
+                run.log(f"warning: an old checkpoint was not deleted ({one_line(error)})")
     return path
-
-
-def delete_old_checkpoints(run, keep):
-    """Delete all but the last `keep` of the checkpoints up to the run's step. Only rank 0 does."""
-    if run.rank != 0:
-        return
-    newest = run.folder / checkpoint_name(run.step)
-    up_to_now = [path for path in checkpoints_in(run.folder) if path <= newest]
-    for old in up_to_now[:-keep]:
-        try:
-            old.unlink()
-        except OSError as error:
-            run.log(f"warning: an old checkpoint was not deleted ({one_line(error)})")
 
 
 def check_run_id(run):
@@ -2133,7 +2102,7 @@ def save_and_stop(run, reason):
 
 
 def finish(run):
-    """Save the weights, delete a checkpoint, and log times, speed, memory and the result.
+    """Save the weights; log times, speed, memory and the result.
 
     Raises UserError if the weights cannot be saved.
     """
@@ -2147,8 +2116,6 @@ def finish(run):
     path = run.folder / "model.pt"
     saved = save(run, path.name, val_loss=val_loss)
     require(saved, f"{path} was not written, so the final weights are lost: free space")
-    # The last checkpoint remains, so that num_iterations can be raised.
-    delete_old_checkpoints(run, max(1, run.args.keep_checkpoints - 1))
     log(f"weights: {path}; `bash run.sh sample` generates text from them")
     if run.best_loss < val_loss:
         best = run.folder / "best.pt"

@@ -354,7 +354,7 @@ train_gpt2.save_checkpoint = poison_and_save"""
 
 def test_a_result_that_is_not_finite_is_an_error(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt2, "evaluate", lambda run: float("nan"))
-    with pytest.raises(UserError, match="the run diverged: val_loss=nan"):
+    with pytest.raises(UserError, match="val_loss=nan: lower the learning rates"):
         run_here(tiny, run_id="n")
     assert not (tmp_path / "logs" / "n" / "model.pt").exists()
     assert "\nresult" not in (tmp_path / "logs" / "n.txt").read_text()
