@@ -1628,6 +1628,7 @@ def train(run):
         scale, total = run.train_loader.tokens_per_step, args.num_iterations
         steps = tqdm(steps, initial=first_step, total=total, unit="tok", unit_scale=scale)
     smooth_loss = math.nan
+    next_line = 0.0  # time from which on a training step is printed, if there is no progress bar
     for step in steps:
         apply_schedule(run.model, run.optimizers, step, args)
         if args.val_loss_every and step % args.val_loss_every == 0:
@@ -1642,7 +1643,10 @@ def train(run):
             loss = loss.item()
         run.step = step + 1
         run.data_hash = (run.data_hash + batch_hash) % 2**48
-        log.progress(run.step, f"train_loss:{loss:.4f}", show=log.step_line_is_due())
+        show = not log.live and time.monotonic() >= next_line
+        if show:
+            next_line = time.monotonic() + args.print_every
+        log.progress(run.step, f"train_loss:{loss:.4f}", show=show)
         if not math.isfinite(loss):
             named_norms = zip(run.model.named_parameters(), norms.tolist())
             bad = [name for (name, _), norm in named_norms if not math.isfinite(norm)]
@@ -1668,17 +1672,15 @@ class Log:
     Lines are kept in memory until start_writing() is called, and while the disk is full.
     """
 
-    def __init__(self, path, rank, num_iterations, print_every=1.0):
+    def __init__(self, path, rank, num_iterations):
         self.path = path
         self.rank = rank
         self.num_iterations = num_iterations
-        self.print_every = print_every  # seconds between printed training steps
         self.seconds = Counter()  # spent in each phase
         self.file = None
         self.unwritten = b""
         # whether a progress bar replaces the line of each step
         self.live = rank == 0 and tqdm is not None and os.isatty(1) and os.isatty(2)
-        self.last_step_line = -math.inf  # when the line of a training step was printed
 
     def start_writing(self):
         """Open the file, which may raise OSError, and write what has been logged so far."""
@@ -1710,14 +1712,6 @@ class Log:
                 tqdm.write(line)  # above the progress bar
             else:
                 print(line, flush=True)
-
-    def step_line_is_due(self):
-        """Return whether to print a training step now. Beside a progress bar, none is printed."""
-        now = time.monotonic()
-        due = not self.live and now - self.last_step_line >= self.print_every
-        if due:
-            self.last_step_line = now
-        return due
 
     @contextlib.contextmanager
     def timed(self, phase):
@@ -2143,8 +2137,7 @@ def set_up(args, stop):
         torch.manual_seed(args.seed)
         model = build_model(args, choose_dtype(args, device)).to(device)
         optimizers = build_optimizers(model, args, rank, world_size)
-        path = Path(args.log_dir, f"{run_id[0]}.txt")
-        log = Log(path, rank, args.num_iterations, args.print_every)
+        log = Log(Path(args.log_dir, f"{run_id[0]}.txt"), rank, args.num_iterations)
         run = Run(
             args, rank, world_size, device, model, optimizers, loader, validation_tokens, log, stop
         )

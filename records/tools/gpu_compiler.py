@@ -318,8 +318,8 @@ def fitting_kernels():
         if not isinstance(lack, OutOfResources):
             raise
         raise ValueError(
-            f"a kernel needs {lack.required} bytes of {lack.name}, but the GPU has {lack.limit}, so "
-            "training would fail there, too: choose another model, such as --preset=record7"
+            f"a kernel needs {lack.required} bytes of {lack.name}, and the GPU has {lack.limit}: "
+            "choose another GPU, or another model, such as --preset=record7"
         ) from None
 
 
