@@ -393,7 +393,8 @@ def join_processes(args):
     """
     in_torchrun = "RANK" in os.environ
     alone = number_in_environment("SLURM_STEP_NUM_TASKS", 1) == 1
-    require(in_torchrun or alone, "srun started several tasks without torchrun: use srun torchrun")
+    fix = "see Slurm in README"
+    require(in_torchrun or alone, f"srun has started several tasks, but RANK is not set: {fix}")
     device = choose_device(args)
     gpu = device if device.type == "cuda" else None
     if gpu is not None:

@@ -107,6 +107,11 @@ def run_example_of_readme(number):
     return names
 
 
+def test_the_slurm_file_in_readme_is_the_one_that_was_run():
+    recorded = (ROOT / "records/2026-11-25_Slurm/train.sbatch").read_text()
+    assert f"```bash\n{recorded}```" in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)])
 def test_the_short_muon_in_readme_equals_the_real_one(shape):
     """Up to the rounding of updates to bfloat16, over several steps."""

@@ -214,7 +214,7 @@ REFUSALS = {
     "same shards": ({"val_files": "TRAIN"}, "train_files and val_files both match the same shard"),
     "ids beyond the vocabulary": ({"vocab_size": 32}, "but vocab_size=32"),
     "no launcher": ({"RANK": "0"}, "WORLD_SIZE"),
-    "srun without torchrun": ({"SLURM_STEP_NUM_TASKS": "4"}, "use srun torchrun"),
+    "srun without torchrun": ({"SLURM_STEP_NUM_TASKS": "4"}, "RANK is not set: see Slurm"),
     "not a number": ({"SLURM_STEP_NUM_TASKS": "4x"}, "SLURM_STEP_NUM_TASKS=4x must be a number"),
 }
 
