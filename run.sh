@@ -10,10 +10,12 @@
 # bash run.sh TOOL [...]             run pack or a tool in records/tools: sample, evaluate, ...
 # bash run.sh records/<date>_<Name>  train a record again and compare the loss with its runs' spread
 # bash run.sh data                   only prepare the data of the CPU record
-# The environment variables NPROC and PYTHON set the number of processes and the interpreter. All paths,
-# such as data/ and logs/, are relative to the current folder.
+# The environment variables NPROC and PYTHON set the number of processes and the interpreter. data/ and logs/
+# are relative to the current folder. .venv is beside run.sh, and `test` runs there.
 set -euo pipefail
-root=$(cd "$(dirname "$0")" && pwd)
+root=$(CDPATH='' cd "$(dirname "$0")" && pwd)
+# Waiting threads sleep sooner, as train_gpt2.py has it.
+[ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 
 trap 'echo "run.sh: stopped" >&2; exit 130' INT
 
@@ -28,17 +30,21 @@ fail() {
 tool=$root/records/tools/${1:-none}.py
 grep -qs '^if __name__ == "__main__":' "$tool" || tool=  # the other files there are modules
 case "${1:-}" in
-"" | -* | test | check | profile | data | pack | records/* | */records/*) ;;
-*) [ -n "$tool" ] || fail "$1 is neither a setting (--name=value) nor a tool: \`head -14 $0\`" \
+"" | -* | test | check | profile | data | pack | records/* | [!-]*/records/*) ;;
+*) [ -n "$tool" ] || fail "$1 is neither a setting (--name=value) nor a tool: \`head -15 '$0'\`" \
     "shows what there is" ;;
 esac
 
 # Use the packages of $PYTHON, or install them into .venv if one is missing.
 python=${PYTHON:-python3}
+case $python in
+/*) ;;
+*/*) python=$PWD/$python ;;
+esac
 requirements=requirements.txt
 case "${1:-}" in
 test) requirements+=" records/requirements.txt tests/requirements.txt" ;;
-*records/* | report | compare | ab | export | track) requirements+=" records/requirements.txt" ;;
+records/* | [!-]*/records/* | report | compare | ab | export | track) requirements+=" records/requirements.txt" ;;
 esac
 has_packages="from importlib.metadata import version
 for name in '''$(cd "$root" && sed -n 's/^\([a-z_-]*\)[=>][^;]*$/\1/p' $requirements)'''.split():
@@ -107,7 +113,7 @@ fetch_fineweb() {
     local answer=$1
     if [ "$(ls data/fineweb10B/fineweb_train_*.bin 2>/dev/null | wc -l)" -lt 27 ]; then
         if [ -z "$answer" ] && [ -t 0 ]; then
-            read -r -p "Download 5.6 GB of FineWeb into data/fineweb10B? [y/N] " answer || :
+            read -r -p "Download 5.6 GB of FineWeb into $PWD/data/fineweb10B? [y/N] " answer || :
         fi
         [[ $answer = [yY]* ]] || fail "5.6 GB of FineWeb were not downloaded: pass --yes to" \
             "download them, or --preset=text or --preset=cpu to train without FineWeb"
@@ -130,7 +136,7 @@ check | profile)
     launch "$tool" "${@:2}" ;;
 data) pack_torch_sources ;;
 pack) exec "$python" "$root/data/pack.py" "${@:2}" ;;
-*records/*) exec "$python" "$root/records/tools/rerun.py" "$@" ;;
+records/* | [!-]*/records/*) exec "$python" "$root/records/tools/rerun.py" "$@" ;;
 *)
     [ -z "$tool" ] || exec "$python" "$tool" "${@:2}"
     answer=

@@ -40,8 +40,8 @@ from typing import Literal, NamedTuple, get_args, get_origin
 if __name__ == "__main__":
     # Until training starts, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Before it sleeps, a waiting thread of OpenMP spins. By default, it spins so long that it slows
-    # down other programs, and they slow down training. Must be set before torch is imported.
+    # Waiting threads of libgomp spin before they sleep. By default, they spin so long that training
+    # and other programs slow each other down. libgomp reads this when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -59,7 +59,7 @@ from torch.utils._pytree import tree_leaves
 
 try:
     from tqdm import tqdm
-except ImportError:  # without tqdm, the terminal shows a line per step instead of a progress bar
+except ImportError:  # without tqdm, the terminal shows lines of steps instead of a progress bar
     tqdm = None
 
 # On a CPU, the first call of these functions may be inaccurate if several threads share it
@@ -170,8 +170,8 @@ class Hyperparameters:
     log_dir: str = setting("checkpoints", "logs", "folder for logs and checkpoints")
     save_every: int = setting("checkpoints", 0, "steps between checkpoints; 0: at a stop only")
     keep_checkpoints: int = setting(
-        "checkpoints", 2, "recent checkpoints to keep; a finished run keeps one fewer, but always "
-        "the last", low=1)
+        "checkpoints", 2, "recent checkpoints to keep; model.pt replaces one, but not the last",
+        low=1)
     resume: str = setting(
         "checkpoints", "", "auto continues run_id; a path continues that checkpoint as a new run")
     init: str = setting("checkpoints", "", "file with the initial weights, such as model.pt")
@@ -183,7 +183,8 @@ class Hyperparameters:
     compile: bool = setting(
         "machine", True, "use torch.compile; False starts sooner but trains more slowly")
     print_every: float = setting(
-        "machine", 1.0, "seconds between printed training steps; the log file has all of them")
+        "machine", 1.0, "seconds between printed training steps if there is no progress bar; 0 "
+        "prints all, as the log file has them")
     comm_timeout: int = setting(
         "machine", 600, "seconds that a rank waits for the others before the run fails", low=1)
     # fmt: on
@@ -391,15 +392,15 @@ def join_processes(args):
 
     Raises UserError if the environment or the device is unusable.
     """
-    in_torchrun = "RANK" in os.environ
+    has_launcher = "RANK" in os.environ
     alone = number_in_environment("SLURM_STEP_NUM_TASKS", 1) == 1
-    fix = "see Slurm in README"
-    require(in_torchrun or alone, f"srun has started several tasks, but RANK is not set: {fix}")
+    fix = "start them as README's file for Slurm does"
+    require(has_launcher or alone, f"srun started several tasks, but RANK is not set: {fix}")
     device = choose_device(args)
     gpu = device if device.type == "cuda" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    if in_torchrun and not dist.is_initialized():
+    if has_launcher and not dist.is_initialized():
         timeout = timedelta(seconds=args.comm_timeout)
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -531,7 +532,7 @@ class StopRequest:
     def check(self):
         """Collective: raise StopTraining on all ranks if one of them has a reason to stop."""
         if dist.is_initialized() and os.getppid() != self.parent:
-            self.reason = self.reason or "torchrun was killed"
+            self.reason = self.reason or "the launcher was killed"
         must_stop = sum_over_ranks(torch.tensor(int(self.reason != "")))
         if must_stop > 0:
             reasons = all_gather_objects(self.reason)
@@ -555,7 +556,7 @@ class Rotary(nn.Module):
     """Rotary position embedding: rotates each pair of channels (i, i + D/2) by a position's angle.
 
     frequencies: (D/2,), in radians per position; pairs with frequency 0 are not rotated. Source:
-    https://arxiv.org/abs/2104.09864, which rotates by the opposite angle, an equivalent model.
+    https://arxiv.org/abs/2104.09864. It rotates by the opposite angle, which is equivalent.
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -1584,7 +1585,7 @@ def validate(run):
     Raises UserError if the weights of the ranks differ.
     """
     args, log = run.args, run.log
-    with log.timed("validation"), log.still("validating"):
+    with log.timed("validation"), log.heartbeat("validating"):
         loss = evaluate(run)
         bits = [p.float().view(torch.int32) for p in run.model.parameters()]
         sums = [values.sum(dtype=torch.int32) for values in bits]
@@ -1629,7 +1630,7 @@ def train(run):
         scale, total = run.train_loader.tokens_per_step, args.num_iterations
         steps = tqdm(steps, initial=first_step, total=total, unit="tok", unit_scale=scale)
     smooth_loss = math.nan
-    next_line = 0.0  # time from which on a training step is printed, if there is no progress bar
+    next_line = -math.inf  # earliest time at which a step is printed again
     for step in steps:
         apply_schedule(run.model, run.optimizers, step, args)
         if args.val_loss_every and step % args.val_loss_every == 0:
@@ -1661,7 +1662,8 @@ def train(run):
             steps.set_postfix(step=run.step, loss=smooth_loss, val=run.val_loss)
     apply_schedule(run.model, run.optimizers, args.num_iterations, args)
     validate(run)
-    require(math.isfinite(run.val_loss), f"{run.val_loss=}: lower the learning rates")
+    diverged = f"the run diverged (val_loss={run.val_loss}): lower the learning rates"
+    require(math.isfinite(run.val_loss), diverged)
     if args.save_every:
         save_checkpoint(run)
 
@@ -1702,9 +1704,9 @@ class Log:
         if self.file is not None:
             self.write()
         if show:
-            self.print(line)
+            self.print_line(line)
 
-    def print(self, line):
+    def print_line(self, line):
         """Print a line on the terminal only."""
         if self.rank != 0 or sys.stdout is None:
             return
@@ -1725,21 +1727,22 @@ class Log:
         self.seconds[phase] += time.perf_counter() - start
 
     @contextlib.contextmanager
-    def still(self, doing, every=10):
-        """Print every ten seconds what a with block is doing, and for how long."""
+    def heartbeat(self, activity, interval=10):
+        """While a with block runs, print every `interval` seconds what it does and for how long."""
+        start = time.monotonic()
         done = threading.Event()
 
         def report():
-            seconds = 0
-            while not done.wait(every):
-                seconds += every
-                self.print(f"still {doing} after {seconds} s")
+            while not done.wait(interval):
+                self.print_line(f"still {activity} after {time.monotonic() - start:.0f} s")
 
-        threading.Thread(target=report, daemon=True).start()
+        thread = threading.Thread(target=report, daemon=True)
+        thread.start()
         try:
             yield
         finally:
             done.set()
+            thread.join(timeout=1)
 
     def progress(self, step, result, more="", show=True):
         """Log a result after `step` steps, with the training time so far."""
@@ -1810,8 +1813,8 @@ def log_header(run):
     if args.dtype == "auto" and dtype == torch.float32:
         log("dtype=auto picked float32, because this device has no native bfloat16")
     others, cores = running_threads() - 1, os.cpu_count()
-    if others + threads > cores:
-        log(f"{others} threads of other programs run on {cores} cores: steps may be much slower")
+    if run.device.type == "cpu" and others > 0 and others + threads > cores:
+        log(f"other processes keep {others} of {cores} cores busy, so steps may be much slower")
     if run.epochs > 10:
         fix = "expect overfitting: add text, or lower --num_iterations"
         log(f"this run reads the training text {run.epochs:.0f} times, so {fix}")
@@ -1829,10 +1832,10 @@ def device_name(device):
 
 
 def running_threads():
-    """Return how many threads of all programs want a core at the moment; 0 if that is unknown."""
+    """Return how many threads are running or ready on this machine, with this one; 0 if unknown."""
     counts = []
     with contextlib.suppress(OSError):  # there is no such file on macOS
-        for _ in range(5):  # the lowest count leaves out what runs only briefly
+        for _ in range(5):  # the lowest count ignores short bursts
             time.sleep(0.02)
             running = Path("/proc/loadavg").read_text().split()[3]  # "running/all"
             counts.append(int(running.partition("/")[0]))
@@ -1947,17 +1950,21 @@ def save_checkpoint(run):
     progress = dict(data_hash=run.data_hash, train_seconds=seconds, **losses)
     if not save(run, path.name, optimizers=optimizer_states, **progress):
         return None
-    keep = run.args.keep_checkpoints
-    if run.step == run.args.num_iterations:
-        keep = max(1, keep - 1)  # now only the last one is needed, to raise num_iterations
-    if run.rank == 0:
-        up_to_now = [other for other in checkpoints_in(run.folder) if other <= path]
-        for old in up_to_now[:-keep]:
-            try:
-                old.unlink()
-            except OSError as error:
-                run.log(f"warning: an old checkpoint was not deleted ({one_line(error)})")
+    delete_old_checkpoints(run, run.args.keep_checkpoints)
     return path
+
+
+def delete_old_checkpoints(run, keep):
+    """Delete all but the last `keep` checkpoints up to the run's step. Only rank 0 does so."""
+    if run.rank != 0:
+        return
+    newest = run.folder / f"state_step{run.step:010d}.pt"
+    up_to_now = [path for path in checkpoints_in(run.folder) if path <= newest]
+    for old in up_to_now[:-keep]:
+        try:
+            old.unlink()
+        except OSError as error:
+            run.log(f"warning: an old checkpoint was not deleted ({one_line(error)})")
 
 
 def check_run_id(run):
@@ -2036,7 +2043,8 @@ def load_checkpoint(run, path):
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         load_optimizer(optimizer, saved, log)
     run.step, run.data_hash = int(state["step"]), int(state["data_hash"])
-    run.val_loss, run.best_loss = float(state["last_val_loss"]), float(state["best_loss"])
+    run.val_loss = float(state.get("last_val_loss", math.nan))  # older files lack it
+    run.best_loss = float(state["best_loss"])
     log.seconds["train"] = float(state["train_seconds"])
 
 
@@ -2097,7 +2105,7 @@ def save_and_stop(run, reason):
 
 
 def finish(run):
-    """Save the weights; log times, speed, memory and the result.
+    """Save the weights; log times, speed, memory and the result; delete a checkpoint.
 
     Raises UserError if the weights cannot be saved.
     """
@@ -2111,6 +2119,8 @@ def finish(run):
     path = run.folder / "model.pt"
     saved = save(run, path.name, val_loss=val_loss)
     require(saved, f"{path} was not written, so the final weights are lost: free space")
+    # The last checkpoint stays, because num_iterations may be raised.
+    delete_old_checkpoints(run, max(1, run.args.keep_checkpoints - 1))
     log(f"weights: {path}; `bash run.sh sample` generates text from them")
     if run.best_loss < val_loss:
         best = run.folder / "best.pt"
@@ -2165,14 +2175,15 @@ def main(args, stop=None):
         leave_processes()
         return None
     if args.resume:
-        log(f"resume={args.resume}: continuing after step {run.step}")
+        where = f"continuing after step {run.step}" if start == "continued" else "no checkpoint yet"
+        log(f"resume={args.resume}: {where}")
     if start == "new" and args.init:
         log(f"starting from the weights in {args.init}")
     elif start == "new" and args.model == "gpt2":
         log("a high first loss is expected: an untrained tied head predicts the input token")
     if args.compile:
         log("compiling (up to a minute; --compile=false starts at once, but trains more slowly)")
-    with log.timed("compile"), log.still("compiling"):
+    with log.timed("compile"), log.heartbeat("preparing the first step"):
         compile_model(run.model, run.args, *validation_batch(run, 0))
     with agreement():
         if run.rank == 0:

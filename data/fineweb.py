@@ -79,7 +79,7 @@ def main():
     )
     add = parser.add_argument
     add("shards", nargs="?", type=int, default=27, metavar="N", help="training shards (27)")
-    add("--out", type=Path, default=HERE / "fineweb10B", help="folder for the shards")
+    add("--out", type=Path, default=Path("data/fineweb10B"), help="folder (data/fineweb10B)")
     args = parser.parse_args()
     if not 0 <= args.shards <= LAST_SHARD:
         sys.exit(f"data/fineweb.py: N={args.shards} must be between 0 and {LAST_SHARD}")

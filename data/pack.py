@@ -29,6 +29,7 @@ import itertools
 import json
 import lzma
 import os
+import shlex
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -60,8 +61,8 @@ def get_encoding(name):
     except (ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"use the encoding bytes or gpt2, or without a network, set TIKTOKEN_CACHE_DIR to a "
-            f"folder with the vocabulary: the encoding {name} is not available ({reason})"
+            f"the encoding {name} is not available: use bytes, or set TIKTOKEN_CACHE_DIR to a "
+            f"folder that contains its vocabulary ({reason})"
         ) from None
     if encoding.n_vocab > 65536:
         raise ValueError(
@@ -171,8 +172,9 @@ def read_documents(file, path, text_field):
     except ImportError:
         raise ValueError(f"{path} needs a package: pip install pyarrow") from None
     except UnicodeDecodeError:
-        hint = f"if it is in Latin-1, `iconv -f latin1 -t utf8 {path} > NEW` converts it"
-        yield Document(f"{file}:{line + 1}", "", file, f"is not in UTF-8; {hint}")
+        fix = f"`iconv -f LATIN1 -t UTF-8 {shlex.quote(str(path))} > NEW` converts Latin-1"
+        fault = "is not in UTF-8" if compression else f"is not in UTF-8 ({fix})"
+        yield Document(f"{file}:{line + 1}", "", file, fault)
     except Exception as error:  # the disk or a library raised it: the file is damaged or gone
         reason = (str(error) or type(error).__name__).splitlines()[0]
         yield Document(f"{file}:{line + 1}", "", file, f"cannot be read further ({reason})")

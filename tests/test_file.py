@@ -98,12 +98,12 @@ def test_the_help_explains_every_setting_and_preset(capsys, monkeypatch):
         assert f"{name} {text}" in words
 
 
-def run_example_of_readme(number):
-    """Run a Python example of README; return the names that it defines."""
+def run_examples_of_readme():
+    """Run the Python examples of README, one after the other; return the names they define."""
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(examples) == 2
     names = {}
-    exec(compile(examples[number], "README.md", "exec"), names)
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), names)
     return names
 
 
@@ -116,7 +116,7 @@ def test_the_slurm_file_in_readme_is_the_one_that_was_run():
 def test_the_short_muon_in_readme_equals_the_real_one(shape):
     """Up to the rounding of updates to bfloat16, over several steps."""
     torch.manual_seed(0)
-    muon_step = run_example_of_readme(1)["muon_step"]
+    muon_step = run_examples_of_readme()["muon_step"]
     weight, momentum = torch.randn(shape), torch.zeros(shape)
     parameter = torch.nn.Parameter(weight.clone())
     muon = train_gpt2.Muon([parameter], lr=0.01, momentum=0.9, dtype=torch.float32)
@@ -129,7 +129,7 @@ def test_the_short_muon_in_readme_equals_the_real_one(shape):
 
 
 def test_the_muon_example_in_readme_runs():
-    names = run_example_of_readme(0)
+    names = run_examples_of_readme()
     names["model"](names["torch"].arange(3)).sum().backward()
     for optimizer in names["optimizers"]:
         optimizer.step()

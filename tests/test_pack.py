@@ -144,7 +144,7 @@ BAD = {  # name of the file, its content, the message
     "invalid UTF-8 in a text": (
         "a.txt",
         b"one\ntwo \xff three",
-        "a.txt:1 is not in UTF-8; if it is in Latin-1",
+        "a.txt:1 is not in UTF-8 (`iconv -f",
     ),
     "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', f"b.jsonl:3 {NOT_JSON}"),
     "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, f"b.jsonl:4 {NOT_JSON}"),

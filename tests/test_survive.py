@@ -354,7 +354,7 @@ train_gpt2.save_checkpoint = poison_and_save"""
 
 def test_a_result_that_is_not_finite_is_an_error(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt2, "evaluate", lambda run: float("nan"))
-    with pytest.raises(UserError, match="val_loss=nan: lower the learning rates"):
+    with pytest.raises(UserError, match=r"the run diverged \(val_loss=nan\): lower"):
         run_here(tiny, run_id="n")
     assert not (tmp_path / "logs" / "n" / "model.pt").exists()
     assert "\nresult" not in (tmp_path / "logs" / "n.txt").read_text()
@@ -873,7 +873,7 @@ def test_auto_takes_the_newest_by_its_step_and_deletes_only_old_checkpoints(tiny
 
 def test_auto_sees_only_the_checkpoints_of_its_run(half, capsys):
     run_here(half, run_id="second", resume="auto")
-    assert "resume=auto: continuing after step 0\n" in capsys.readouterr().out
+    assert "resume=auto: no checkpoint yet\n" in capsys.readouterr().out
 
 
 def test_two_processes_never_train_one_run(half):

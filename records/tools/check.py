@@ -150,14 +150,13 @@ class Checks:
             folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
-        size = 4 * (self.weights + self.states)
-        text = (
-            f"{free / 2**30:.1f} GiB free in {folder}, a checkpoint takes {size / 2**30:.2f}; the "
-            f"finished run takes {(size + 8 * self.weights) / 2**30:.2f} with its best weights"
-        )
+        weights = 4 * self.weights  # bytes of model.pt or best.pt
+        size = weights + 4 * self.states
+        text = f"{free / 2**30:.1f} GiB free in {folder}, a checkpoint takes {size / 2**30:.2f}"
         if (self.args.keep_checkpoints + 1) * size > free:
             raise UserError(f"{text}: free some, or pass another --log_dir or --keep_checkpoints")
-        return text
+        kept = max(1, self.args.keep_checkpoints - 1)
+        return f"{text}, the finished run up to {(2 * weights + kept * size) / 2**30:.2f}"
 
     def check_time(self):
         """Predict the time and the memory of the run from three steps and part of a validation."""

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import weights
-from runlog import ROOT, command
+from runlog import command
 from shards import SHARD_MAGIC
 from tqdm import tqdm
 
@@ -157,7 +157,7 @@ def main(argv):
     encoding = weights.encoding_of(state, args, options.encoding)
     texts = {name: read_text(name, args, encoding) for name in options.texts}
     if not options.texts:
-        tokens = read_shards(str(ROOT / args.val_files), args, encoding, args.val_tokens + 1)
+        tokens = read_shards(args.val_files, args, encoding, args.val_tokens + 1)
         texts = {args.val_files: tokens}
     print(f"{path}: windows of {T} tokens, stride {stride}; {options.device}, {gpt.dtype}")
     measure(gpt, texts, encoding, T, stride)

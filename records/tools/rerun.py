@@ -129,10 +129,9 @@ def main(argv):
     print(f"executing the code in {run.path}: only do this with logs that you trust", flush=True)
     if run.settings["train_files"].startswith("data/torch_sources/"):
         environment = os.environ | {"PYTHON": sys.executable}
-        subprocess.run(["bash", "run.sh", "data"], check=True, env=environment)
+        subprocess.run(["bash", ROOT / "run.sh", "data"], check=True, env=environment)
     return judge(runlog.read(repeat(run, fields, options.log_dir)), run, group)
 
 
 if __name__ == "__main__":
-    os.chdir(ROOT)
     command(main)

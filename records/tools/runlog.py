@@ -25,7 +25,8 @@ FACT = re.compile(  # name:value, before the first step and after the last one
 HEADER = re.compile(r"((?:^hyperparameter \w+=.*\n)+)", re.M)
 
 # What makes runs comparable: the rules of all tools.
-SET_FOR_EACH_RUN = {"run_id", "log_dir", "resume"}  # settings that have no effect on the result
+# These settings have no effect on the result.
+SET_FOR_EACH_RUN = {"run_id", "log_dir", "resume", "print_every"}
 MAY_VARY_IN_ARM = {"seed"} | SET_FOR_EACH_RUN  # the runs of an arm of ab.py differ only in these
 # Repetitions of an experiment may differ in these. The last two belong to old scripts.
 MAY_VARY = MAY_VARY_IN_ARM | {"device_batch_size", "save_every", "keep_checkpoints", "comm_timeout"}
