@@ -74,7 +74,7 @@ class Hub(http.server.ThreadingHTTPServer):
         settings = dict(
             HF_ENDPOINT=endpoint, HF_HOME=str(self.folder / "home"), NO_PROXY="127.0.0.1"
         )
-        command = [sys.executable, self.folder / "fineweb.py", str(shards)]
+        command = [sys.executable, self.folder / "fineweb.py", str(shards), "--out", self.out]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen(command, env={**os.environ, **settings}, **pipes)
 
@@ -133,7 +133,7 @@ def test_fault_12_a_file_is_only_replaced_by_a_verified_one(hub, fault):
 def test_an_interrupted_download_stops_at_once_and_can_be_continued(hub):
     hub.fault = "silence"
     process = hub.start()
-    while TARGET not in hub.downloads:
+    while TARGET not in hub.downloads and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=20)
