@@ -29,23 +29,23 @@ SMALL = [
 ]  # fmt: skip
 
 
-def run_tool(path, *arguments, status=0):
-    """Run a tool in its own process; return its output, or its errors if it should fail."""
+def run_tool(path, *arguments, status=0, options=(), **environment):
+    """Run a tool in its own process; return (output, errors). options: of the interpreter."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / path), *arguments],
+        [sys.executable, *options, str(ROOT / path), *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
     assert done.returncode == status, done.stderr
-    return done.stderr if status else done.stdout
+    return done.stdout, done.stderr
 
 
 @compiles
 def test_the_compiled_steps_have_the_expected_kernels_bytes_and_flops():
     """Each preset compiles to one graph forward and one backward, without spills."""
-    steps = json.loads(run_tool("tests/gpu_step.py", "compile"))
+    steps = json.loads(run_tool("tests/gpu_step.py", "compile")[0])
     attention = "_scaled_dot_product_cudnn_attention"
     external = {"forward": [attention, "mm"], "backward": [f"{attention}_backward", "mm"]}
     external = {
@@ -80,7 +80,7 @@ def test_the_compiled_steps_have_the_expected_kernels_bytes_and_flops():
 
 @compiles
 def test_the_generated_kernels_compute_the_eager_loss_and_gradients():
-    results = json.loads(run_tool("tests/gpu_step.py", "interpret"))
+    results = json.loads(run_tool("tests/gpu_step.py", "interpret")[0])
     # two losses, and the gradients of 7 parameters, or of 20 and of the sum of n-grams
     assert {name: len(each) for name, each in results.items()} == {"record7": 9, "modern": 23}
     for differences in results.values():
@@ -93,7 +93,10 @@ def test_the_generated_kernels_compute_the_eager_loss_and_gradients():
 # ---- The plan -----------------------------------------------------------------------------------
 @compiles
 def test_a_plan_for_three_gpus_adds_up():
-    page = run_tool("records/tools/plan.py", "--world_size=3", "--device=4090", *SMALL)
+    page, progress = run_tool("records/tools/plan.py", "--world_size=3", "--device=4090", *SMALL)
+    assert all(re.match(r"plan.py: \d+ s: \w", line) for line in progress.splitlines()), progress
+    for stage in "tracing the model", "the forward pass", "compiled kernel 1 of", "counting":
+        assert stage in progress
     assert "on 3 x 4090, 2 x 2 sequences on each" in page
     rows = re.findall(r"^\| (.+?) \| (\d+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|", page, re.M)
     ms = {part: float(value) for part, _, value in rows}
@@ -114,8 +117,37 @@ def test_a_plan_for_three_gpus_adds_up():
 
 @compiles
 def test_an_invalid_number_of_gpus_is_rejected_in_one_sentence():
-    error = run_tool("records/tools/plan.py", "--world_size=7", status=1)
+    _, error = run_tool("records/tools/plan.py", "--world_size=7", status=1)
     assert error == "plan.py: world_size=7 must divide batch_size=512\n"
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["T4", "B200"])
+def test_a_step_compiles_for_other_architectures(device):
+    page, _ = run_tool("records/tools/plan.py", f"--device={device}", *SMALL)
+    assert f"on 1 x {device}" in page
+    assert ("TFLOP/s in float32" in page) == (device == "T4")
+
+
+@pytest.mark.parametrize(
+    "tool, missing",
+    [
+        ("plan.py", "torch==2.13.0"),
+        ("plan.py", "triton==3.7.1"),
+        ("compare_plan.py", "numpy"),
+    ],
+)
+def test_a_missing_package_is_named_in_one_sentence(tool, missing, tmp_path):
+    """Option -S hides the packages; then only the metadata in tmp_path are visible."""
+    if missing.startswith("triton"):
+        folder = tmp_path / "torch-2.13.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Name: torch\nVersion: 2.13.0+cu130\n")
+    path = f"records/tools/{tool}"
+    _, error = run_tool(path, "--help", status=1, options=["-S"], PYTHONPATH=str(tmp_path))
+    fix = f"{sys.executable} -m pip install {missing}"
+    assert error == f"{tool}: {missing} is not installed: {fix}\n"
 
 
 def test_a_plan_is_compared_with_a_trace(tmp_path, capsys):

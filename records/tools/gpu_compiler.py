@@ -30,9 +30,9 @@ STARTED = time.monotonic()
 TOOL = Path(sys.argv[0]).name
 VERSIONS = {"torch": "2.13.0", "triton": "3.7.1"}  # this module changes parts of both
 
-installed = {each.name: each.version for each in importlib.metadata.distributions()}
 for package, version in VERSIONS.items():
-    if not installed.get(package, "").startswith(version):
+    installed = importlib.metadata.distributions(name=package)
+    if not any(each.version.startswith(version) for each in installed):
         raise ModuleNotFoundError(name=f"{package}=={version}")
 if not shutil.which("g++"):
     sys.exit(f"{TOOL}: g++ is not installed: install it as a system package, such as apt's g++")
@@ -282,7 +282,7 @@ def compile_graph(graph_module, inputs, names, **named):
 def attention_of_gpu(query, key, value, is_causal, scale=None):
     """Call the attention kernel that PyTorch would choose on a GPU; it cannot be asked here."""
     aten, gradient = torch.ops.aten, torch.is_grad_enabled()
-    if query.dtype == torch.float32:
+    if chosen.gpu.major < 8:
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, None, gradient, 0.0, is_causal, scale=scale
         )[0]
