@@ -103,7 +103,7 @@ GPUS = {
         "NVIDIA A10G data sheet for AWS, 2022; bus: assumed, 0.64 of PCIe 4.0 x16"),
     "T4": GPU(
         7, 5, 40, 1024, 65536, 8.1e12, 0.32e12, 10e9,
-        "NVIDIA T4 data sheet (float32) and product brief PB-09256 (memory); "
+        "NVIDIA T4 data sheet (float32) and product brief (memory); "
         "bus: assumed, 0.64 of PCIe 3.0 x16"),
     "5090": GPU(
         12, 0, 170, 1536, 101376, 209.5e12, 1.792e12, 28e9,
