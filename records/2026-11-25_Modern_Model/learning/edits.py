@@ -1,13 +1,14 @@
-"""Write copies of train_gpt2.py, each without one part of record 21: edits.py SCRIPT OUT
+"""Write edited copies of train_gpt2.py for the ablation: edits.py SCRIPT OUT
 
-All of them have masks of 32 tokens instead of 128, so that a window can grow within 256 tokens.
+`unmodified` is record 21; the others change one part each. In all of them, masks have blocks
+of 32 tokens instead of 128, so that the window can grow within 256 tokens.
 """
 
 import sys
 from pathlib import Path
 
 EDITS = {
-    "full": [],
+    "unmodified": [],
     "no_x0": [
         (
             "x = self.stream_weights[0] * x + self.stream_weights[1] * x0",
@@ -20,7 +21,7 @@ EDITS = {
             "x = x + 0 * self.skip_weights[mirror]",
         )
     ],
-    "whole_rotary": [
+    "rotary_all_channels": [
         (
             "        frequencies = 1024.0 ** -torch.linspace(0, 1, D // 4)\n"
             "        frequencies = F.pad(frequencies, (0, D // 2 - D // 4))"
@@ -28,7 +29,7 @@ EDITS = {
             "        frequencies = 1024.0 ** -torch.linspace(0, 1, D // 2)\n",
         )
     ],
-    "usual_scale": [("mask, scale=0.12", "mask, scale=None")],
+    "default_scale": [("mask, scale=0.12", "mask, scale=None")],
     "no_softcap": [("LOGIT_SOFTCAP = 15.0", "LOGIT_SOFTCAP = 0.0")],
     "tied_head": [
         (
