@@ -14,7 +14,7 @@
 # are relative to the current folder. .venv is beside run.sh, and `test` runs there.
 set -euo pipefail
 root=$(CDPATH='' cd "$(dirname "$0")" && pwd)
-# Waiting threads sleep sooner, as train_gpt2.py has it.
+# Limit the spinning of waiting threads for the tools, too, as train_gpt2.py does for itself.
 [ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 
 trap 'echo "run.sh: stopped" >&2; exit 130' INT

@@ -511,7 +511,8 @@ def test_gomp_spincount_is_set_unless_the_user_sets_a_policy(tmp_path):
     ):  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if k not in SPIN_VARIABLES} | given
         environment["PYTHONPATH"] = str(tmp_path)
-        done = subprocess.run([sys.executable, SCRIPT], env=environment, stdout=-1, text=True)
+        command = [sys.executable, SCRIPT]
+        done = subprocess.run(command, env=environment, stdout=-1, text=True, timeout=60)
         assert done.stdout.split() == [expected]
 
 

@@ -80,7 +80,7 @@ def test_run_sh_starts_the_tools(given, command, tmp_path):
 
 
 def test_paths_are_relative_to_where_the_user_stands(tmp_path):
-    """run.sh finds its own files from any folder, also if the path contains a space."""
+    """run.sh finds its own files from any folder, even if the path contains a space."""
     folder, elsewhere = tmp_path / "a copy", tmp_path / "elsewhere"
     folder.mkdir()
     (elsewhere / "data" / "fineweb10B").mkdir(parents=True)
