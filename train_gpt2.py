@@ -170,8 +170,7 @@ class Hyperparameters:
     log_dir: str = setting("checkpoints", "logs", "folder for logs and checkpoints")
     save_every: int = setting("checkpoints", 0, "steps between checkpoints; 0: at a stop only")
     keep_checkpoints: int = setting(
-        "checkpoints", 2, "recent checkpoints to keep; model.pt replaces one, but not the last",
-        low=1)
+        "checkpoints", 2, "number to keep, at least 1; model.pt replaces one of several", low=1)
     resume: str = setting(
         "checkpoints", "", "auto continues run_id; a path continues that checkpoint as a new run")
     init: str = setting("checkpoints", "", "file with the initial weights, such as model.pt")
@@ -183,8 +182,7 @@ class Hyperparameters:
     compile: bool = setting(
         "machine", True, "use torch.compile; False starts sooner but trains more slowly")
     print_every: float = setting(
-        "machine", 1.0, "seconds between printed training steps if there is no progress bar; 0 "
-        "prints all, as the log file has them")
+        "machine", 1.0, "seconds between printed steps without a progress bar; 0 prints all")
     comm_timeout: int = setting(
         "machine", 600, "seconds that a rank waits for the others before the run fails", low=1)
     # fmt: on
@@ -1293,25 +1291,19 @@ class DistributedDataLoader:
         return inputs, targets, batch_hash % 2**48
 
     def read_sequences(self, first, count):
-        """Return sequences `first` to `first + count - 1` of the run: uint16, (count, T + 1)."""
-        if self.shuffle_seed is None:
-            tokens = self.stream.read(first * self.T, count * self.T + 1)
-            return split_into_sequences(tokens, self.T)
-        sequences = []
+        """Return sequences `first` to `first + count - 1` of the run: uint16, (count, T + 1).
+
+        The last token of a sequence is only a target. Read in order, it also starts the next one.
+        """
         total_tokens = self.stream.total_tokens
+        sequences = []
         for number in range(first, first + count):
-            epoch, index = divmod(number, total_tokens // self.T)
-            starts = shuffled_starts(self.shuffle_seed, epoch, total_tokens, self.T)
-            sequences.append(self.stream.read(starts[index], self.T + 1))
+            start = number * self.T
+            if self.shuffle_seed is not None:
+                epoch, index = divmod(number, total_tokens // self.T)
+                start = shuffled_starts(self.shuffle_seed, epoch, total_tokens, self.T)[index]
+            sequences.append(self.stream.read(start, self.T + 1))
         return np.stack(sequences)
-
-
-def split_into_sequences(tokens, T):
-    """Return N * T + 1 tokens as a view of shape (N, T + 1).
-
-    The last token of a sequence is only a target. It is also the first token of the next sequence.
-    """
-    return np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]
 
 
 def inputs_and_targets(sequences, device):
@@ -1560,10 +1552,12 @@ def validation_batch(run, first):
 
     All micro-batches have the same shape. Past the last sequence, the targets are -1.
     """
-    sequences = split_into_sequences(run.validation_tokens, run.args.sequence_length)
+    tokens, T = run.validation_tokens, run.args.sequence_length
+    count = len(tokens) // T
     numbers = np.arange(first, first + run.micro_batch)
-    inputs, targets = inputs_and_targets(sequences[numbers % len(sequences)], run.device)
-    targets[max(0, len(sequences) - first) :] = -1
+    sequences = [tokens[T * number : T * number + T + 1] for number in numbers % count]
+    inputs, targets = inputs_and_targets(np.stack(sequences), run.device)
+    targets[max(0, count - first) :] = -1
     return inputs, targets
 
 
@@ -1629,7 +1623,6 @@ def train(run):
     if log.live:
         scale, total = run.train_loader.tokens_per_step, args.num_iterations
         steps = tqdm(steps, initial=first_step, total=total, unit="tok", unit_scale=scale)
-    smooth_loss = math.nan
     next_line = -math.inf  # earliest time at which a step is printed again
     for step in steps:
         apply_schedule(run.model, run.optimizers, step, args)
@@ -1657,9 +1650,8 @@ def train(run):
                 f"train_loss is {loss} at step {run.step}: lower the learning rates; parameters "
                 f"with non-finite gradients, by rank: {bad_of_ranks}"
             )
-        smooth_loss = loss if step == first_step else 0.9 * smooth_loss + 0.1 * loss
         if log.live:
-            steps.set_postfix(step=run.step, loss=smooth_loss, val=run.val_loss)
+            steps.set_postfix(step=run.step, loss=loss, val=run.val_loss)
     apply_schedule(run.model, run.optimizers, args.num_iterations, args)
     validate(run)
     diverged = f"the run diverged (val_loss={run.val_loss}): lower the learning rates"
@@ -1812,9 +1804,10 @@ def log_header(run):
         log(f"{type(optimizer).__name__} parameters:{values}")
     if args.dtype == "auto" and dtype == torch.float32:
         log("dtype=auto picked float32, because this device has no native bfloat16")
-    others, cores = running_threads() - 1, os.cpu_count()
-    if run.device.type == "cpu" and others > 0 and others + threads > cores:
-        log(f"other processes keep {others} of {cores} cores busy, so steps may be much slower")
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    if run.device.type == "cpu" and load + threads > cores + 0.5:
+        busy = f"in the last minute, {load:.1f} of {cores} cores were busy"
+        log(f"{busy}: if other programs still run, steps may be much slower")
     if run.epochs > 10:
         fix = "expect overfitting: add text, or lower --num_iterations"
         log(f"this run reads the training text {run.epochs:.0f} times, so {fix}")
@@ -1829,17 +1822,6 @@ def device_name(device):
             if line.startswith("model name"):
                 return line.partition(": ")[2]
     return platform.machine()
-
-
-def running_threads():
-    """Return how many threads are running or ready on this machine, with this one; 0 if unknown."""
-    counts = []
-    with contextlib.suppress(OSError):  # there is no such file on macOS
-        for _ in range(5):  # the lowest count ignores short bursts
-            time.sleep(0.02)
-            running = Path("/proc/loadavg").read_text().split()[3]  # "running/all"
-            counts.append(int(running.partition("/")[0]))
-    return min(counts, default=0)
 
 
 def peak_memory(device):
