@@ -56,13 +56,15 @@ def get_encoding(name):
             mergeable_ranks={bytes([value]): value for value in range(256)},
             special_tokens={"<|endoftext|>": 256},
         )
+    if name not in tiktoken.list_encoding_names():
+        raise ValueError(f"tiktoken has no encoding {name}: give bytes or gpt2")
     try:
         encoding = tiktoken.get_encoding(name)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError) as error:  # neither downloaded nor in the folder
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"the encoding {name} is not available: use bytes, or set TIKTOKEN_CACHE_DIR to a "
-            f"folder that contains its vocabulary ({reason})"
+            f"set TIKTOKEN_CACHE_DIR to a folder with the vocabulary of {name}, which cannot be "
+            f"downloaded ({reason})"
         ) from None
     if encoding.n_vocab > 65536:
         raise ValueError(

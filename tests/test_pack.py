@@ -187,7 +187,10 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
     [
         (("a.txt", "--val_fraction", 2), "--val_fraction=2.0 must be at least 0 and less"),
         (("a.txt", "--val_fraction", 1), "--val_fraction=1.0 must be at least 0 and less"),
-        (("a.txt", "--encoding", "klingon"), "klingon is not available"),
+        (
+            ("a.txt", "--encoding", "klingon"),
+            "tiktoken has no encoding klingon: give bytes or gpt2",
+        ),
         (("a.txt", "--encoding", "cl100k_base"), "100277 ids, but a shard's uint16 has room for"),
         (("nothing",), "nothing is neither a file nor a folder"),
         ((".", "--pattern", "*.py"), "no file matches '*.py'"),

@@ -3,18 +3,24 @@
 Prints one line per check and a table of all parameters. If nothing has to be fixed, it compiles the
 model and takes three steps to predict the time and the memory of the run. Ends with `all is well`
 and exit status 0, or with a list of what to fix and exit status 1. Saves nothing.
+
+With --preset=text, --minutes=N chooses the settings and prints the command of a run that trains and
+validates for about N minutes on this machine. Settings that are given replace the chosen ones.
 """
 
+import argparse
 import glob
 import json
 import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from datetime import timedelta
@@ -25,10 +31,11 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+from minutes import MAX_EPOCHS, VALIDATIONS, Rule  # noqa: E402
 from shards import file_sha256, read_manifest  # noqa: E402
 
 import train_gpt2  # noqa: E402
-from train_gpt2 import UserError  # noqa: E402
+from train_gpt2 import UserError, require  # noqa: E402
 
 
 def timed(function, *arguments):
@@ -46,6 +53,7 @@ class Checks:
 
     def __init__(self, argv):
         self.argv = argv
+        self.minutes = None
         self.faults = []
 
     def run(self, name):
@@ -68,13 +76,29 @@ class Checks:
 
     def check_setup(self):
         """Parse the settings and join the other processes."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--minutes")
+        options, self.argv = parser.parse_known_args(self.argv)
         self.args = train_gpt2.parse_args(self.argv)
+        if options.minutes is not None:
+            self.minutes = minutes_from(options.minutes)
+            require("--preset=text" in self.argv, "--minutes needs --preset=text: pass both")
         self.rank, self.world_size, self.device = train_gpt2.join_processes(self.args)
         self.dtype = train_gpt2.choose_dtype(self.args, self.device)
         return (
             f"{train_gpt2.device_name(self.device)}; processes {self.world_size}; matmuls in "
             f"{self.dtype}; python {platform.python_version()}, torch {torch.__version__}"
         )
+
+    def check_settings(self):
+        """Choose the settings for self.minutes. The number of steps is an estimate so far."""
+        args = self.args
+        stream = train_gpt2.TokenStream(args.train_files, args.vocab_size)
+        self.rule = Rule(stream.total_tokens, args.vocab_size)
+        self.size, steps = self.rule.choose(self.minutes, self.argv)
+        self.args = train_gpt2.parse_args([*self.rule.settings(self.size, steps), *self.argv])
+        layers, channels = self.args.n_layer, self.args.n_embd
+        return f"{layers} layers with {channels} channels, about {steps:,} steps"
 
     def check_network(self):
         """Time an all-reduce of 16 MiB, and check its sum."""
@@ -174,6 +198,7 @@ class Checks:
         run.model.zero_grad()
         if step > 60:
             total = timedelta(seconds=round(step * steps_left))
+            self.step, self.validation = step, 0.0
             return f"about {total} of training: {step:.0f} s per step, judging by one sequence"
         micro_batch = train_gpt2.validation_batch(run, 0)
         with train_gpt2.agreement():
@@ -201,11 +226,42 @@ class Checks:
         validations = 1 + math.ceil(steps_left / (args.val_loss_every or math.inf))
         seconds = step * steps_left + validation * validations + compiling
         memory = train_gpt2.peak_memory(self.device) / 2**10
+        self.step, self.validation = step, validation  # in seconds
         return (
             f"about {timedelta(seconds=round(seconds))} in all: {1000 * step:.1f} ms per step, "
             f"{validation:.1f} s per validation, {compiling:.1f} s of compiling; peak memory "
             f"{memory:.1f} GiB"
         )
+
+    def check_command(self):
+        """Choose the settings again, with the measured times, and return the command."""
+        rule, validating = self.rule, (1 + VALIDATIONS) * self.validation
+        steps = rule.limit((60 * self.minutes - validating) / self.step)
+        minutes = (steps * self.step + validating) / 60
+        times_read = steps * rule.tokens_per_step / rule.tokens
+        text = (
+            f"{steps:,} steps and {1 + VALIDATIONS} validations in about {minutes:.1f} minutes; "
+            f"the run reads the text {times_read:.2f} times"
+        )
+        if steps == rule.max_steps:
+            text += f", and {MAX_EPOCHS} times is enough"
+        given = {argument.partition("=")[0] for argument in self.argv}
+        chosen = rule.settings(self.size, steps)
+        chosen = [argument for argument in chosen if argument.partition("=")[0] not in given]
+        argv = [argument for argument in self.argv if argument != "--preset=cpu"]  # run.sh adds it
+        command = shlex.join(["bash", "run.sh", *argv, *chosen])
+        lines = textwrap.wrap(command, 96, break_long_words=False, break_on_hyphens=False)
+        return f"{text}\n\n" + " \\\n    ".join(lines)
+
+
+def minutes_from(text):
+    """Return the number in --minutes. Raises UserError if it is not a positive number."""
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    require(0 < minutes < math.inf, f"--minutes={text} must be a number above 0, such as 15")
+    return minutes
 
 
 def main(argv):
@@ -214,6 +270,8 @@ def main(argv):
     if not checks.run("setup"):
         return checks.faults
     checks.run("network")
+    if checks.minutes and not checks.faults_of_all_ranks():
+        checks.run("settings")
     if checks.run("optimizers"):
         checks.run("disk")
     if not checks.faults_of_all_ranks() and checks.run("data"):
@@ -221,6 +279,8 @@ def main(argv):
         checks.run("start")
     if not checks.faults_of_all_ranks():
         checks.run("time")
+    if checks.minutes and not checks.faults_of_all_ranks():
+        checks.run("command")
     return checks.faults_of_all_ranks()
 
 
