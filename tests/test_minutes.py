@@ -76,7 +76,7 @@ def test_the_check_prints_a_command_for_the_minutes(tiny, capsys):
     assert re.search(r"^settings: 2 layers with 16 channels, about [\d,]+ steps$", text, re.M)
     assert re.search(r"^command: 8 steps and 5 validations in about \d\.\d minutes", text, re.M)
     _, command = text.split("\n\nbash run.sh ")
-    arguments = shlex.split(command.replace("\\\n", " "))
+    arguments = shlex.split(command)
     assert arguments[: len(given)] == given
     args = parse_args(arguments)
     assert (args.n_embd, args.n_layer) == (16, 2)

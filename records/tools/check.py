@@ -20,7 +20,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import textwrap
 import time
 from collections import Counter
 from datetime import timedelta
@@ -93,7 +92,8 @@ class Checks:
     def check_settings(self):
         """Choose the settings for self.minutes. The number of steps is an estimate so far."""
         args = self.args
-        stream = train_gpt2.TokenStream(args.train_files, args.vocab_size)
+        with train_gpt2.agreement():
+            stream = train_gpt2.TokenStream(args.train_files, args.vocab_size)
         self.rule = Rule(stream.total_tokens, args.vocab_size)
         self.size, steps = self.rule.choose(self.minutes, self.argv)
         self.args = train_gpt2.parse_args([*self.rule.settings(self.size, steps), *self.argv])
@@ -249,9 +249,7 @@ class Checks:
         chosen = rule.settings(self.size, steps)
         chosen = [argument for argument in chosen if argument.partition("=")[0] not in given]
         argv = [argument for argument in self.argv if argument != "--preset=cpu"]  # run.sh adds it
-        command = shlex.join(["bash", "run.sh", *argv, *chosen])
-        lines = textwrap.wrap(command, 96, break_long_words=False, break_on_hyphens=False)
-        return f"{text}\n\n" + " \\\n    ".join(lines)
+        return f"{text}\n\n{shlex.join(['bash', 'run.sh', *argv, *chosen])}"
 
 
 def minutes_from(text):

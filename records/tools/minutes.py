@@ -12,7 +12,7 @@ from train_gpt2 import PRESETS, Hyperparameters
 
 SIZES = [(2, 128), (4, 128), (4, 192), (6, 256), (8, 384), (12, 512)]  # layers, channels
 TOKENS_PER_PARAMETER = 5  # a size is chosen if the run trains each of its parameters on so many
-MAX_EPOCHS = 6
+MAX_EPOCHS = 4  # times that a run reads its text
 VALIDATIONS = 4  # during a run, besides the first one
 
 # The rates were tuned for these presets, of 64 and of 1,040 steps.
@@ -79,7 +79,8 @@ class Rule:
         """Collective: return (size, steps) of a run, judging by a step of each size.
 
         given: other arguments, such as --train_files. The size is the largest one that is not
-        larger than the text and that is trained long enough.
+        larger than the text and that is trained long enough. If the next smaller one is done with
+        its text before the time is up, the size need not be trained long enough.
         """
         chosen = None
         for size in SIZES:
@@ -89,7 +90,8 @@ class Rule:
                 break
             seconds = seconds_per_step([*self.settings(size, SHORT.num_iterations), *given])
             steps = self.limit(60 * minutes / seconds)
-            if chosen and steps * self.tokens_per_step < TOKENS_PER_PARAMETER * parameters:
+            trained_enough = steps * self.tokens_per_step >= TOKENS_PER_PARAMETER * parameters
+            if chosen and chosen[1] < self.max_steps and not trained_enough:
                 break
             chosen = size, steps
         return chosen
