@@ -150,10 +150,12 @@ records/* | [!-]*/records/*) exec "$python" "$root/records/tools/rerun.py" "$@" 
     esac
     if has_own_data "$@"; then
         echo "training on your own data; Ctrl-C saves a checkpoint and exits"
+        manifest=data/mine/manifest.json
         case " $* " in
         *" --train_files"* | *" --n_layer"*) ;;
-        *) grep -qs '"encoding": "bytes"' data/mine/manifest.json || echo "data/mine is not in bytes, which" \
-            "--preset=text suits; for other settings: bash run.sh check --preset=text --minutes=15" ;;
+        *) [ ! -f $manifest ] || grep -q '"encoding": "bytes"' $manifest ||
+            echo "note: data/mine is not in bytes, for which --preset=text was tuned; for other settings:" \
+                "bash run.sh check --preset=text --minutes=15" ;;
         esac
     elif [ "$gpus" -eq 0 ]; then
         echo "training the CPU record; Ctrl-C saves a checkpoint and exits"

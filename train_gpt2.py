@@ -170,7 +170,7 @@ class Hyperparameters:
     log_dir: str = setting("checkpoints", "logs", "folder for logs and checkpoints")
     save_every: int = setting("checkpoints", 0, "steps between checkpoints; 0: at a stop only")
     keep_checkpoints: int = setting(
-        "checkpoints", 2, "number to keep, at least 1; model.pt replaces one of several", low=1)
+        "checkpoints", 2, "recent checkpoints to keep; model.pt replaces one of several", low=1)
     resume: str = setting(
         "checkpoints", "", "auto continues run_id; a path continues that checkpoint as a new run")
     init: str = setting("checkpoints", "", "file with the initial weights, such as model.pt")
@@ -182,7 +182,7 @@ class Hyperparameters:
     compile: bool = setting(
         "machine", True, "use torch.compile; False starts sooner but trains more slowly")
     print_every: float = setting(
-        "machine", 1.0, "seconds between printed steps without a progress bar; 0 prints all")
+        "machine", 1.0, "least seconds between printed steps if there is no progress bar; 0: all")
     comm_timeout: int = setting(
         "machine", 600, "seconds that a rank waits for the others before the run fails", low=1)
     # fmt: on
@@ -1291,18 +1291,16 @@ class DistributedDataLoader:
         return inputs, targets, batch_hash % 2**48
 
     def read_sequences(self, first, count):
-        """Return sequences `first` to `first + count - 1` of the run: uint16, (count, T + 1).
-
-        The last token of a sequence is only a target. Read in order, it also starts the next one.
-        """
-        total_tokens = self.stream.total_tokens
+        """Return sequences `first` to `first + count - 1` of the run: uint16, (count, T + 1)."""
+        if self.shuffle_seed is None:
+            tokens = self.stream.read(first * self.T, count * self.T + 1)
+            return np.stack([tokens[self.T * i : self.T * i + self.T + 1] for i in range(count)])
         sequences = []
+        total_tokens = self.stream.total_tokens
         for number in range(first, first + count):
-            start = number * self.T
-            if self.shuffle_seed is not None:
-                epoch, index = divmod(number, total_tokens // self.T)
-                start = shuffled_starts(self.shuffle_seed, epoch, total_tokens, self.T)[index]
-            sequences.append(self.stream.read(start, self.T + 1))
+            epoch, index = divmod(number, total_tokens // self.T)
+            starts = shuffled_starts(self.shuffle_seed, epoch, total_tokens, self.T)
+            sequences.append(self.stream.read(starts[index], self.T + 1))
         return np.stack(sequences)
 
 
@@ -1804,10 +1802,11 @@ def log_header(run):
         log(f"{type(optimizer).__name__} parameters:{values}")
     if args.dtype == "auto" and dtype == torch.float32:
         log("dtype=auto picked float32, because this device has no native bfloat16")
-    load, cores = os.getloadavg()[0], os.cpu_count()
-    if run.device.type == "cpu" and load + threads > cores + 0.5:
-        busy = f"in the last minute, {load:.1f} of {cores} cores were busy"
-        log(f"{busy}: if other programs still run, steps may be much slower")
+    with contextlib.suppress(OSError):  # the load is unknown
+        load, cores = os.getloadavg()[0], os.cpu_count()
+        if run.device.type == "cpu" and load + threads > cores + 0.5:
+            busy = f"the load average of the last minute is {load:.1f} on {cores} cores"
+            log(f"{busy}: if other programs still run, steps may be much slower")
     if run.epochs > 10:
         fix = "expect overfitting: add text, or lower --num_iterations"
         log(f"this run reads the training text {run.epochs:.0f} times, so {fix}")

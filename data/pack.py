@@ -60,11 +60,11 @@ def get_encoding(name):
         raise ValueError(f"tiktoken has no encoding {name}: give bytes or gpt2")
     try:
         encoding = tiktoken.get_encoding(name)
-    except (ValueError, OSError) as error:  # neither downloaded nor in the folder
+    except (ValueError, OSError) as error:  # neither in the folder nor downloadable
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"set TIKTOKEN_CACHE_DIR to a folder with the vocabulary of {name}, which cannot be "
-            f"downloaded ({reason})"
+            f"set TIKTOKEN_CACHE_DIR to a folder with the vocabulary of {name}: it is neither "
+            f"there nor can it be downloaded ({reason})"
         ) from None
     if encoding.n_vocab > 65536:
         raise ValueError(

@@ -2,11 +2,12 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import check
 import minutes
 import pytest
-from conftest import options
+from conftest import options, trained, write_shard
 from hypothesis import given
 from hypothesis import strategies as st
 from minutes import MAX_EPOCHS, SIZES, Rule
@@ -36,13 +37,13 @@ def parameters(arguments):
 )
 def test_the_settings_are_allowed_and_fit_the_text(tokens, vocab_size, steps, size):
     rule = Rule(tokens, vocab_size)
-    steps = rule.limit(steps)
-    arguments = rule.settings(size, steps)
-    args = parse_args(["--preset=text", *arguments])
+    steps = rule.clamp(steps)
+    args = parse_args(["--preset=text", *minutes.arguments(rule.settings(size, steps))])
     assert args.num_iterations == steps and (args.n_layer, args.n_embd) == size
     epochs = steps * args.batch_size * args.sequence_length / tokens
     assert epochs <= MAX_EPOCHS or steps == 8
-    assert (args.ngram_dropout > 0) == (round(epochs, 2) > 1) or abs(epochs - 1) < 0.1
+    # N-grams are dropped if the text is read more than once. Near 1, rounding decides.
+    assert (args.ngram_dropout > 0) == (epochs > 1) or abs(epochs - 1) < 0.1
 
 
 @given(
@@ -51,7 +52,7 @@ def test_the_settings_are_allowed_and_fit_the_text(tokens, vocab_size, steps, si
     more=st.floats(0, 1000),
     speed=st.floats(1e3, 1e9),  # parameters per second
 )
-def test_more_minutes_never_give_a_smaller_model_or_fewer_tokens(tokens, few, more, speed):
+def test_more_minutes_never_choose_a_smaller_model(tokens, few, more, speed):
     rule = Rule(tokens, 257)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(minutes, "seconds_per_step", lambda argv: parameters(argv) / speed)
@@ -62,32 +63,53 @@ def test_more_minutes_never_give_a_smaller_model_or_fewer_tokens(tokens, few, mo
     assert large == SIZES[0] or 12 * layers * channels**2 <= tokens
 
 
-SMALL = {  # replaces settings of the rule, for speed
-    "n_head": 1, "n_embd": 16, "max_ngram": 2, "ngram_rows": 100, "batch_size": 2,
-    "sequence_length": 16, "compile": False, "device": "cpu",
-}  # fmt: skip
+@pytest.fixture
+def text_of_bytes(tmp_path):
+    """Settings for a text of 30,000 tokens, in a folder with a space in its name."""
+    folder = tmp_path / "a text"
+    folder.mkdir()
+    for name, tokens in ("train", 30_000), ("val", 600):
+        write_shard(folder / f"{name}_0.bin", [i * i % 251 for i in range(tokens)])
+    files = {f"{name}_files": folder / f"{name}_*.bin" for name in ("train", "val")}
+    return {"preset": "text", **files, "log_dir": tmp_path / "logs", "device": "cpu"}
 
 
-def test_the_check_prints_a_command_for_the_minutes(tiny, capsys):
-    data = {name: tiny[name] for name in ("train_files", "val_files", "log_dir")}
-    given = ["--preset=text", *options({**data, **SMALL})]
-    assert not check.main([*given, "--minutes=0.2"])
-    text = capsys.readouterr().out
-    assert re.search(r"^settings: 2 layers with 16 channels, about [\d,]+ steps$", text, re.M)
-    assert re.search(r"^command: 8 steps and 5 validations in about \d\.\d minutes", text, re.M)
-    _, command = text.split("\n\nbash run.sh ")
-    arguments = shlex.split(command)
-    assert arguments[: len(given)] == given
-    args = parse_args(arguments)
-    assert (args.n_embd, args.n_layer) == (16, 2)
-    assert args.val_loss_every == -(-args.num_iterations // 4)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_check_prints_a_command_for_the_minutes(processes, text_of_bytes, tmp_path):
+    script = tmp_path / "small.py"
+    script.write_text(
+        "import sys\nimport check, minutes, train_gpt2\nminutes.SIZES[:] = [(2, 64)]\n"
+        "check.main(sys.argv[1:])\ntrain_gpt2.leave_processes()\n"
+    )
+    given = {**text_of_bytes, "compile": False}
+    text = trained({**given, "minutes": 9}, processes, script)
+    assert re.search(r"^settings: 2 layers with 64 channels, [\d,]+ steps", text, re.M)
+    found = (
+        r"^command: 29 steps and 5 validations in about \d\.\d minutes.* 3\.96 times, and no run"
+    )
+    assert re.search(found, text, re.M)
+    words = shlex.split(text.splitlines()[-1])
+    if processes > 1:
+        assert words.pop(0) == "NPROC=2"
+    assert words[0] == "bash" and Path(words[1]).name == "run.sh"
+    args = parse_args(words[2:])
+    assert (args.n_embd, args.n_layer, args.num_iterations) == (64, 2, 29)
+    assert args.train_files == str(text_of_bytes["train_files"]) and not args.compile
+
+
+@pytest.mark.parametrize("setting", ["--batch_size=4", "--num_iterations=5", "--resume=auto"])
+def test_settings_that_the_rule_chooses_are_refused(setting, text_of_bytes):
+    [fault] = check.main([*options(text_of_bytes), "--run_id=new", setting, "--minutes=3"])
+    name = setting.partition("=")[0].removeprefix("--")
+    sentence = f"settings: --minutes does not go with the settings ['{name}']: leave them out"
+    assert fault.startswith(sentence)
 
 
 @pytest.mark.parametrize("preset", ["cpu", "text"])
-@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "ten"])
-def test_mistakes_are_refused(preset, minutes, capsys):
-    [fault] = check.main([f"--preset={preset}", f"--minutes={minutes}"])
-    assert fault == f"setup: --minutes={minutes} must be a number above 0, such as 15"
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "ten", ""])
+def test_invalid_minutes_are_refused(preset, value):
+    [fault] = check.main([f"--preset={preset}", f"--minutes={value}"])
+    assert fault == f"setup: --minutes={value} must be a number above 0, such as 15"
 
 
 def test_minutes_need_the_preset_for_text():

@@ -5,7 +5,7 @@ model and takes three steps to predict the time and the memory of the run. Ends 
 and exit status 0, or with a list of what to fix and exit status 1. Saves nothing.
 
 With --preset=text, --minutes=N chooses the settings and prints the command of a run that trains and
-validates for about N minutes on this machine. Settings that are given replace the chosen ones.
+validates for about N minutes on this machine. Settings that it chooses must not be given.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
-from minutes import MAX_EPOCHS, VALIDATIONS, Rule  # noqa: E402
+from minutes import MAX_EPOCHS, SIZES, VALIDATIONS, Rule, arguments  # noqa: E402
 from shards import file_sha256, read_manifest  # noqa: E402
 
 import train_gpt2  # noqa: E402
@@ -76,12 +76,15 @@ class Checks:
     def check_setup(self):
         """Parse the settings and join the other processes."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--minutes")
+        parser.add_argument("--minutes", nargs="?", const="")
+        parser.add_argument("--preset")  # run.sh may give another one first
         options, self.argv = parser.parse_known_args(self.argv)
+        if options.preset:
+            self.argv.insert(0, f"--preset={options.preset}")
         self.args = train_gpt2.parse_args(self.argv)
         if options.minutes is not None:
             self.minutes = minutes_from(options.minutes)
-            require("--preset=text" in self.argv, "--minutes needs --preset=text: pass both")
+            require(options.preset == "text", "--minutes needs --preset=text: pass both")
         self.rank, self.world_size, self.device = train_gpt2.join_processes(self.args)
         self.dtype = train_gpt2.choose_dtype(self.args, self.device)
         return (
@@ -90,15 +93,20 @@ class Checks:
         )
 
     def check_settings(self):
-        """Choose the settings for self.minutes. The number of steps is an estimate so far."""
+        """Choose the settings for self.minutes. check_command corrects the number of steps."""
         args = self.args
         with train_gpt2.agreement():
             stream = train_gpt2.TokenStream(args.train_files, args.vocab_size)
-        self.rule = Rule(stream.total_tokens, args.vocab_size)
+        self.rule = Rule(stream.total_tokens, args.vocab_size, self.world_size)
+        given = {argument.partition("=")[0].removeprefix("--") for argument in self.argv}
+        conflicts = sorted(given & {*self.rule.settings(SIZES[0], 1), "resume", "init"})
+        fix = "leave them out, or change the printed command"
+        require(not conflicts, f"--minutes does not go with the settings {conflicts}: {fix}")
         self.size, steps = self.rule.choose(self.minutes, self.argv)
-        self.args = train_gpt2.parse_args([*self.rule.settings(self.size, steps), *self.argv])
-        layers, channels = self.args.n_layer, self.args.n_embd
-        return f"{layers} layers with {channels} channels, about {steps:,} steps"
+        chosen = arguments(self.rule.settings(self.size, steps))
+        self.args = train_gpt2.parse_args([*self.argv, *chosen])
+        layers, channels = self.size
+        return f"{layers} layers with {channels} channels, {steps:,} steps without torch.compile"
 
     def check_network(self):
         """Time an all-reduce of 16 MiB, and check its sum."""
@@ -198,7 +206,10 @@ class Checks:
         run.model.zero_grad()
         if step > 60:
             total = timedelta(seconds=round(step * steps_left))
-            self.step, self.validation = step, 0.0
+            self.seconds_per_step = step
+            # A forward pass takes about a third of the time of a training step.
+            tokens_per_step = args.batch_size * args.sequence_length
+            self.seconds_per_validation = step / 3 * args.val_tokens / tokens_per_step
             return f"about {total} of training: {step:.0f} s per step, judging by one sequence"
         micro_batch = train_gpt2.validation_batch(run, 0)
         with train_gpt2.agreement():
@@ -226,7 +237,7 @@ class Checks:
         validations = 1 + math.ceil(steps_left / (args.val_loss_every or math.inf))
         seconds = step * steps_left + validation * validations + compiling
         memory = train_gpt2.peak_memory(self.device) / 2**10
-        self.step, self.validation = step, validation  # in seconds
+        self.seconds_per_step, self.seconds_per_validation = step, validation
         return (
             f"about {timedelta(seconds=round(seconds))} in all: {1000 * step:.1f} ms per step, "
             f"{validation:.1f} s per validation, {compiling:.1f} s of compiling; peak memory "
@@ -234,22 +245,23 @@ class Checks:
         )
 
     def check_command(self):
-        """Choose the settings again, with the measured times, and return the command."""
-        rule, validating = self.rule, (1 + VALIDATIONS) * self.validation
-        steps = rule.limit((60 * self.minutes - validating) / self.step)
-        minutes = (steps * self.step + validating) / 60
+        """Choose the number of steps again, from the measured times, and return the command."""
+        rule = self.rule
+        validating = (1 + VALIDATIONS) * self.seconds_per_validation
+        steps = rule.clamp((60 * self.minutes - validating) / self.seconds_per_step)
+        minutes = (steps * self.seconds_per_step + validating) / 60
         times_read = steps * rule.tokens_per_step / rule.tokens
         text = (
-            f"{steps:,} steps and {1 + VALIDATIONS} validations in about {minutes:.1f} minutes; "
-            f"the run reads the text {times_read:.2f} times"
+            f"{steps:,} steps and {1 + VALIDATIONS} validations in about {minutes:.1f} minutes, "
+            f"without compiling and saving; the run reads the text {times_read:.2f} times"
         )
         if steps == rule.max_steps:
-            text += f", and {MAX_EPOCHS} times is enough"
-        given = {argument.partition("=")[0] for argument in self.argv}
-        chosen = rule.settings(self.size, steps)
-        chosen = [argument for argument in chosen if argument.partition("=")[0] not in given]
-        argv = [argument for argument in self.argv if argument != "--preset=cpu"]  # run.sh adds it
-        return f"{text}\n\n{shlex.join(['bash', 'run.sh', *argv, *chosen])}"
+            text += f", and no run should read it more than {MAX_EPOCHS} times"
+        script = os.path.relpath(ROOT / "run.sh")
+        settings = arguments(rule.settings(self.size, steps))
+        command = shlex.join(["bash", script, *self.argv, *settings])
+        processes = f"NPROC={self.world_size} " if self.world_size > 1 else ""
+        return f"{text}\n\n{processes}{command}"
 
 
 def minutes_from(text):
@@ -268,8 +280,8 @@ def main(argv):
     if not checks.run("setup"):
         return checks.faults
     checks.run("network")
-    if checks.minutes and not checks.faults_of_all_ranks():
-        checks.run("settings")
+    if checks.minutes and not checks.run("settings"):
+        return checks.faults_of_all_ranks()
     if checks.run("optimizers"):
         checks.run("disk")
     if not checks.faults_of_all_ranks() and checks.run("data"):
