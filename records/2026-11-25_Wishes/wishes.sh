@@ -8,8 +8,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 text=$(realpath "$1")
 python=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 folder=$(mktemp -d)
-diffs=$(mktemp -d)
-trap 'rm -rf "$folder" "$diffs"' EXIT
+trap 'rm -rf "$folder"' EXIT
 cd "$folder" || exit 1
 export PYTHON=$python PATH=$(dirname "$python"):$PATH CUDA_VISIBLE_DEVICES=
 export S="--preset=text --num_iterations=16 --warmdown_iters=8 --val_loss_every=8 --val_tokens=2048 --save_every=8 --n_layer=2
@@ -50,21 +49,29 @@ wish "understand Muon" 'def orthogonalize' "grep -A 16 'def orthogonalize' $root
 wish "honest words for MacBook and T4" 'not yet tried' "grep -E 'MacBook|T4' $root/README.md"
 
 # Researchers
-"$PYTHON" - "$root" "$diffs" <<'P'
-import re, sys
-for name, diff in zip(["softcap", "values", "window", "optimizer"], re.findall(r"```diff\n(.*?)```", open(f"{sys.argv[1]}/records/README.md").read(), re.S)):
-    open(f"{sys.argv[2]}/{name}.diff", "w").write(diff)
+"$python" - "$root" "$folder" <<'P'
+import re, shutil, sys
+from pathlib import Path
+
+root, folder = map(Path, sys.argv[1:])
+sys.path.insert(0, str(root / "records" / "tools"))
+import ab
+
+diffs = re.findall(r"```diff\n(.*?)```", (root / "records" / "README.md").read_text(), re.S)
+for name, diff in zip(["softcap", "values", "window", "optimizer"], diffs):
+    (folder / "idea.diff").write_text(diff)
+    shutil.copy(ab.patched(root / "train_gpt2.py", folder / "idea.diff", folder), folder / f"{name}.py")
 P
-edit() { echo "cp $root/train_gpt2.py $1.py && sed 's/train_gpt2/$1/' $diffs/$1.diff | patch -s -F 3 $1.py && $python $1.py \$S --model=gpt2 --value_embeddings=0 --max_ngram=0 --ngram_rows=262144 --ngram_dropout=0 --key_shift=0 --run_id=$1"; }
-wish "value embeddings" '^result' "$(edit values)"
+edited() { echo "$python $1.py \$S --model=gpt2 --value_embeddings=0 --max_ngram=0 --ngram_rows=262144 --ngram_dropout=0 --key_shift=0 --run_id=$1"; }
+wish "value embeddings" '^result' "$(edited values)"
 wish "cosine schedule" '^result' \
     "sed 's/lr_scale=args.final_lr + (1 - args.final_lr) \* remaining/lr_scale=0.5 + 0.5 * math.cos(math.pi * (1 - remaining))/' train_gpt2.py >cosine.py && ! diff -q train_gpt2.py cosine.py && $python cosine.py \$S --run_id=cosine"
-wish "own optimizer" '^NAdam parameters' "$(edit optimizer)"
+wish "own optimizer" '^NAdam parameters' "$(edited optimizer)"
 wish "own setting" 'hyperparameter my_setting=2.0' \
     "sed 's/^    seed: int = setting/    my_setting: float = 1.0\n&/' train_gpt2.py >mysetting.py && $python mysetting.py \$S --my_setting=2 --run_id=my && cat logs/my.txt"
-wish "sliding window" '^result' "$(edit window)"
-wish "three seeds and a mean" '\| 3 \| [0-9.]+ \| [0-9.]+ \|' \
-    "for seed in 1 2 3; do $run \$S --seed=\$seed --run_id=base_seed\$seed; done; $python $root/records/tools/compare.py 'logs/base_seed*.txt'"
+wish "sliding window" '^result' "$(edited window)"
+wish "three seeds and a mean" 'base . 3 . 16 . [0-9.]+ .sd' \
+    "for seed in 1 2 3; do $run \$S --seed=\$seed --run_id=base_seed\$seed; done; $run report 'base=logs/base_seed*.txt' --summary"
 wish "ablation with statistics" '\| eager .*[0-9]' \
     "$run ab \"python train_gpt2.py \$(echo \$S)\" --arm 'eager: --max_ngram=3' --rounds 2 --out logs/ab"
 wish "profile" '[0-9] ms' "$run profile \$S"
@@ -77,12 +84,12 @@ wish "speed levers" 'In this order' "grep -A 3 '^### If it is slow' $root/README
 # Engineers
 wish "copy Muon (1 and 2 ranks)" 'passed' "cd $root && $python -m pytest -q tests/test_file.py tests/test_muon.py -k 'copied or copy or alone'"
 wish "two processes, same loss" '^equal' \
-    "NPROC=2 $run \$S --dtype=float32 --run_id=two && $run \$S --dtype=float32 --run_id=one && [ \"\$(grep ^result logs/one.txt)\" = \"\$(grep ^result logs/two.txt)\" ] && echo equal"
+    "NPROC=2 $run \$S --dtype=float32 --run_id=two && $run \$S --dtype=float32 --run_id=one && grep -h ^result logs/one.txt logs/two.txt | cut -c 1-21 | uniq -c | sed 's/^ *2 /equal to three decimals: /'"
 wish "plan on other GPUs" 'B200' "$python $root/records/tools/plan.py --help"
 wish "GPT-2's tokens on own text" 'num_iterations' \
     "$run pack input.txt --encoding gpt2 --out data/mine2 && $run check --preset=text --minutes=3 --compile=False --train_files='data/mine2/train_*.bin' --val_files='data/mine2/val_*.bin'"
 wish "resume on other processes" 'continuing after step 8' \
-    "$run \$S --run_id=part; rm logs/part/model.pt logs/part/*16.pt; NPROC=2 $run \$S --run_id=part --resume=auto"
+    "$run \$S --run_id=part --keep_checkpoints=3; rm logs/part/model.pt logs/part/*16.pt; NPROC=2 $run \$S --run_id=part --resume=auto"
 wish "memory and time of an edit predicted" 'peak memory' "$run check \$S --n_layer=4"
 wish "rerun a record" 'interval' "$run $root/records/2026-11-25_Modern_Model cpu/seed1"
 wish "Slurm and nodes" 'requeue' "cat $root/records/2026-11-25_Slurm/train.sbatch"
