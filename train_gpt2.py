@@ -170,7 +170,7 @@ class Hyperparameters:
     log_dir: str = setting("checkpoints", "logs", "folder for logs and checkpoints")
     save_every: int = setting("checkpoints", 0, "steps between checkpoints; 0: at a stop only")
     keep_checkpoints: int = setting(
-        "checkpoints", 2, "recent checkpoints to keep; model.pt replaces one of several", low=1)
+        "checkpoints", 2, "recent checkpoints to keep; one fewer when the run has finished", low=1)
     resume: str = setting(
         "checkpoints", "", "auto continues run_id; a path continues that checkpoint as a new run")
     init: str = setting("checkpoints", "", "file with the initial weights, such as model.pt")
@@ -182,7 +182,7 @@ class Hyperparameters:
     compile: bool = setting(
         "machine", True, "use torch.compile; False starts sooner but trains more slowly")
     print_every: float = setting(
-        "machine", 1.0, "least seconds between printed steps if there is no progress bar; 0: all")
+        "machine", 1.0, "minimum seconds between printed steps without a progress bar; 0: all")
     comm_timeout: int = setting(
         "machine", 600, "seconds that a rank waits for the others before the run fails", low=1)
     # fmt: on

@@ -63,8 +63,8 @@ def get_encoding(name):
     except (ValueError, OSError) as error:  # neither in the folder nor downloadable
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"set TIKTOKEN_CACHE_DIR to a folder with the vocabulary of {name}: it is neither "
-            f"there nor can it be downloaded ({reason})"
+            f"set TIKTOKEN_CACHE_DIR to a folder with the vocabulary of {name}: it could not be "
+            f"downloaded ({reason})"
         ) from None
     if encoding.n_vocab > 65536:
         raise ValueError(
