@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin
 
 if __name__ == "__main__":
-    # Until training starts, Ctrl-C ends the process without a traceback.
+    # Until cli() handles signals, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Waiting threads of libgomp spin before they sleep. By default, they spin so long that training
     # and other programs slow each other down. libgomp reads this when torch is imported.
@@ -63,7 +63,7 @@ except ImportError:  # without tqdm, the terminal shows lines of steps instead o
     tqdm = None
 
 # On a CPU, the first call of these functions may be inaccurate if several threads share it
-# (https://github.com/pytorch/pytorch/issues/188792). So the first one takes a single number.
+# (https://github.com/pytorch/pytorch/issues/188792). So each is first called on a single number.
 for function in torch.cos, torch.sin, torch.sqrt:
     function(torch.ones(1))
 
@@ -92,10 +92,9 @@ def setting(group, default, help, low=0, high=2**31 - 1):
 class Hyperparameters:
     """All settings of a run. Edit the defaults here, or pass --name=value on the command line.
 
-    A resumed run may change every setting except val_tokens and those in the groups "model",
-    "modern model" and "training", of which only num_iterations may increase. A new setting needs
-    only a type and a default: `my_setting: float = 1.0`. Raises UserError if a value is not
-    allowed.
+    A resumed run may increase num_iterations, but not change val_tokens or another setting of the
+    groups "model", "modern model" and "training". A new setting needs only a type and a default:
+    `my_setting: float = 1.0`. Raises UserError if a value is not allowed.
     """
 
     # fmt: off
@@ -121,26 +120,28 @@ class Hyperparameters:
     key_shift: int = setting(
         "modern model", 0, "positions to shift keys right; 1 lets a layer act as an induction head")
     max_ngram: int = setting(
-        "modern model", 0, "longest n-gram that has an embedding; 0: none", high=32)
+        "modern model", 0, "longest n-gram that has an embedding, at least 2; 0: none", high=32)
     ngram_rows: int = setting(
         "modern model", 2**18, "rows of the n-gram table; n-grams with equal hashes share a row",
         low=1)
 
     seed: int = setting("training", 1337, "seed of the initial weights and of --shuffle")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "training", "auto", "of matmuls, and of the modern model's token and value embeddings; "
-        "auto picks bfloat16 if the device supports it natively")
+        "training", "auto", "dtype of matmuls, and of the modern model's token and value "
+        "embeddings; auto picks bfloat16 if the device supports it natively")
     batch_size: int = setting("training", 512, "sequences per step, over all processes", low=1)
     sequence_length: int = setting("training", 1024, "tokens per sequence", low=1, high=2**20)
     num_iterations: int = setting("training", 5100, "optimizer steps", low=1)
-    learning_rate: float = setting("training", 0.0036, "of the head (gpt2: also the embedding)")
+    learning_rate: float = setting(
+        "training", 0.0036, "rate of the head, and of gpt2's embedding, which is tied to it")
     embedding_learning_rate: float = setting(
-        "training", 0.6, "of the modern model's token and value embeddings")
+        "training", 0.6, "rate of the modern model's token and value embeddings")
     scalar_learning_rate: float = setting(
-        "training", 0.04, "of the modern model's scalars: stream, skip and value weights")
-    ngram_learning_rate: float = setting("training", 0.03, "of the n-gram table")
-    muon_learning_rate: float = setting("training", 0.00036, "of Muon (matrices of the blocks)")
-    muon_momentum: float = setting("training", 0.95, "of Muon", high=0.9999)
+        "training", 0.04, "rate of the modern model's scalars: stream, skip and value weights")
+    ngram_learning_rate: float = setting("training", 0.03, "rate of the n-gram table")
+    muon_learning_rate: float = setting(
+        "training", 0.00036, "rate of Muon, which trains the matrices of the blocks")
+    muon_momentum: float = setting("training", 0.95, "momentum of Muon", high=0.9999)
     muon_momentum_warmup: int = setting(
         "training", 0, "initial steps in which Muon's momentum grows linearly from 0.85")
     warmdown_iters: int = setting(
@@ -170,7 +171,7 @@ class Hyperparameters:
     log_dir: str = setting("checkpoints", "logs", "folder for logs and checkpoints")
     save_every: int = setting("checkpoints", 0, "steps between checkpoints; 0: at a stop only")
     keep_checkpoints: int = setting(
-        "checkpoints", 2, "recent checkpoints to keep; one fewer when the run has finished", low=1)
+        "checkpoints", 2, "recent checkpoints to keep; one fewer, at least 1, at the end", low=1)
     resume: str = setting(
         "checkpoints", "", "auto continues run_id; a path continues that checkpoint as a new run")
     init: str = setting("checkpoints", "", "file with the initial weights, such as model.pt")
@@ -198,16 +199,16 @@ class Hyperparameters:
         self.check_modern_settings()
         is_name = re.fullmatch(r"([\w-][\w.-]*)?", self.run_id)
         require(is_name, f"run_id={self.run_id!r} may contain only letters, digits and '-_.'")
-        has_name = self.run_id or self.resume != "auto"
-        require(has_name, "--resume=auto needs --run_id to know which run to resume")
+        if self.resume == "auto":
+            require(self.run_id, "--resume=auto needs --run_id to know which run to resume")
 
     def check_modern_settings(self):
         """Raise UserError unless the settings of the modern model fit each other and the model."""
         modern_only = [*settings_in("modern model"), "ngram_dropout"]
         defaults = vars(Hyperparameters)
         extras = [name for name in modern_only if getattr(self, name) != defaults[name]]
-        allowed = self.model == "modern" or not extras
-        require(allowed, f"{', '.join(extras)} can only be set with --model=modern")
+        if self.model != "modern":
+            require(not extras, f"{', '.join(extras)} can only be set with --model=modern")
         tables, pairs = self.value_embeddings, self.n_layer // 2
         fits = tables <= pairs
         require(fits, f"value_embeddings={tables} must be at most n_layer // 2 = {pairs}")
@@ -282,7 +283,7 @@ PRESETS = {
         ),
     ),
     "text": (
-        "for your own text, packed into data/mine; 3 minutes of training on 2 cores",
+        "for your own text, packed into data/mine; 11 minutes of training on 2 slow CPU cores",
         dict(
             train_files="data/mine/train_*.bin",
             val_files="data/mine/val_*.bin",
@@ -392,7 +393,7 @@ def join_processes(args):
     """
     has_launcher = "RANK" in os.environ
     alone = number_in_environment("SLURM_STEP_NUM_TASKS", 1) == 1
-    fix = "start them as README's file for Slurm does"
+    fix = "start them with the Slurm file in the README"
     require(has_launcher or alone, f"srun started several tasks, but RANK is not set: {fix}")
     device = choose_device(args)
     gpu = device if device.type == "cuda" else None
@@ -554,7 +555,7 @@ class Rotary(nn.Module):
     """Rotary position embedding: rotates each pair of channels (i, i + D/2) by a position's angle.
 
     frequencies: (D/2,), in radians per position; pairs with frequency 0 are not rotated. Source:
-    https://arxiv.org/abs/2104.09864. It rotates by the opposite angle, which is equivalent.
+    https://arxiv.org/abs/2104.09864. The angles have the opposite sign, which is equivalent.
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -826,6 +827,11 @@ class NgramTable(nn.Module):
         # torch.compile does not support sparse gradients.
         self.forward = torch.compiler.disable(self.forward)
 
+    def __getstate__(self):  # for copy.deepcopy: the wrapped method would look up this table's rows
+        state = super().__getstate__()
+        del state["forward"]
+        return state
+
     def forward(self, inputs):  # (B, T) to (B, T, C)
         hashes = inputs
         ngrams = []
@@ -859,7 +865,7 @@ class NgramTable(nn.Module):
         # best. The multiplier is that of Knuth's MMIX generator.
         product = ngrams * salt * 6364136223846793005
         random = product >> 44  # the highest 20 of 64 bits, as a number in [-2**19, 2**19)
-        # The lowest share of these numbers, of size `dropout`, is dropped.
+        # The lowest of these numbers are dropped; `dropout` is their fraction.
         return random >= (self.dropout - 0.5) * 2**20
 
 
@@ -984,9 +990,9 @@ class Muon(torch.optim.Optimizer):
 
     params: parameters with at least two dimensions; shape (M, ...) is flattened to (M, N). Their
     gradients must already be summed or averaged over the ranks. Each parameter must have a gradient
-    on all ranks or on none. lr: RMS change of an entry per step. momentum: may change between
-    steps in which all parameters have gradients. dtype: used for the matmuls. Raises ValueError if
-    a parameter or a value is invalid.
+    on all ranks or on none. lr: RMS change of an entry per step. momentum: if it changes, all
+    parameters need gradients in the next step, since only these rescale their buffers. dtype: used
+    for the matmuls. Raises ValueError if a parameter or a value is invalid.
 
     Updates are scaled by sqrt(max(M, N)). torch.optim.Muon scales them differently:
 
@@ -1037,6 +1043,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             stacks = []
+            # Parameters without gradients are left out after stacking, as a stack has one owner.
             for stack in stacks_of(group["params"]):
                 stack = [p for p in stack if p.grad is not None]
                 if stack:
@@ -1199,8 +1206,8 @@ class TokenStream:
         self.paths = sorted(glob.glob(pattern))
         require(self.paths, f"no file matches {pattern!r}: run data/fineweb.py or data/pack.py")
         for folder in {Path(path).parent for path in self.paths}:
-            packed = not (folder / ".pack").exists()  # which data/pack.py creates while it works
-            require(packed, f"{folder} is being packed, or that was interrupted: pack it again")
+            packing = (folder / ".pack").exists()  # data/pack.py keeps this file while it runs
+            require(not packing, f"{folder} is being packed, or was only in part: pack it again")
         self.sizes = [shard_size(path) for path in self.paths]
         self.ends = np.cumsum(self.sizes).tolist()  # positions in the stream
         self.total_tokens = self.ends[-1]
@@ -1321,7 +1328,9 @@ def open_data(args, rank, world_size, device):
     loader = DistributedDataLoader(stream, args.batch_size, T, rank, world_size, device, seed)
     max_steps = (stream.total_tokens - 1) // loader.tokens_per_step
     enough = max_steps >= (1 if args.allow_repeat else args.num_iterations)
-    fix = "add data, lower --num_iterations or --batch_size, or pass --allow_repeat=True"
+    fix = "add data, or lower --batch_size"
+    if not args.allow_repeat:
+        fix += " or --num_iterations, or pass --allow_repeat=True"
     require(enough, f"{args.train_files!r} has enough tokens for {max_steps} steps: {fix}")
     val_stream = TokenStream(args.val_files, args.vocab_size)
     separate = not set(stream.contents) & set(val_stream.contents)
@@ -1349,8 +1358,8 @@ def count_val_tokens(args, val_stream):
         return args.val_tokens
     max_tokens = 2**20
     if args.val_loss_every:
-        # A forward pass takes about a third of the time of a training step, so these tokens take
-        # about an eighth of the training time.
+        # Validating on n tokens takes as long as training on about n / 3. So 3/8 of the tokens
+        # trained between validations take an eighth of the training time.
         trained = args.val_loss_every * args.batch_size * T
         max_tokens = min(max_tokens, 3 * trained // 8)
     return min(max(T, max_tokens // T * T), usable)
@@ -1435,12 +1444,12 @@ def modern_optimizers(model, args, rank, world_size):
     # sqrt(max(M, N)). So the rate that corresponds is proportional to 1 / sqrt(N): mlp.c_proj, with
     # N = 4C, has half of muon_learning_rate.
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
-    groups = []
+    muon_groups = []
     for columns in sorted({p.size(1) for p in matrices}):
         rate = args.muon_learning_rate * (args.n_embd / columns) ** 0.5
-        groups.append(dict(params=[p for p in matrices if p.size(1) == columns], lr=rate))
+        muon_groups.append(dict(params=[p for p in matrices if p.size(1) == columns], lr=rate))
     rate, momentum = args.muon_learning_rate, args.muon_momentum
-    muon = Muon(groups, rate, momentum, rank=rank, world_size=world_size, dtype=model.dtype)
+    muon = Muon(muon_groups, rate, momentum, rank=rank, world_size=world_size, dtype=model.dtype)
     if model.ngrams is None:
         return [adamw, muon]
     return [adamw, muon, torch.optim.Adagrad([model.ngrams.weight], args.ngram_learning_rate)]
@@ -1460,20 +1469,20 @@ def choose_dtype(args, device):
 
 
 def configure_backend(args, device):
-    """Set PyTorch's global options for this device. This is the only place that does."""
-    from torch._functorch import config as functorch_config  # slow to import
-    from torch._inductor import config as inductor_config
-
+    """Set PyTorch's global options for this device."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad warns unless this is set
     if device.type == "cuda":
         return
+    from torch._functorch import config as functorch_config  # slow to import
+    from torch._inductor import config as inductor_config
+
     # On CPUs, short sequences were measured to train faster without the fused attention kernel.
     # Despite their names, these options also affect CPUs; the second keeps the scores in bfloat16.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     # Recompute some activations in the backward pass: cheaper on a CPU than loading them.
     functorch_config.activation_memory_budget = 0.7
-    # Compile for this CPU's vector instructions without first compiling tests of each kind of them.
+    # Skip inductor's test compilations of each vector instruction set.
     inductor_config.cpp.vec_isa_ok = True
     # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
     # would not be bit-reproducible.
@@ -1513,12 +1522,10 @@ def sync_gradients(model):
 
 
 def train_step(model, optimizers, inputs, targets, args, check_stop=lambda: None):
-    """Collective: do one optimizer step and return (loss, norms).
+    """Collective: do one optimizer step and return the mean loss of all ranks, a scalar tensor.
 
-    inputs, targets: (B, T) int64, this rank's part of the batch. loss: mean over all ranks, NaN if
-    a gradient is not finite. norms: one per parameter, only for reporting which gradients of this
-    rank are not finite. check_stop is called before each micro-batch. If it raises StopTraining,
-    weights and optimizers are unchanged.
+    inputs, targets: (B, T) int64, this rank's part of the batch. check_stop is called before each
+    micro-batch. If it raises StopTraining, weights and optimizers are unchanged.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = micro_batch_size(len(inputs), args.device_batch_size)
@@ -1529,20 +1536,12 @@ def train_step(model, optimizers, inputs, targets, args, check_stop=lambda: None
         micro_loss = model(x, y) * (size / len(inputs) / world_size)
         micro_loss.backward()
         loss += micro_loss.detach()
-    # Norms of the gradients, or of the values of sparse ones. They are taken before the all-reduce,
-    # which would hide which rank is at fault.
-    gradients = [p.new_zeros(1) if p.grad is None else p.grad for p in model.parameters()]
-    gradients = [g._values() if g.is_sparse else g for g in gradients]
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
-    loss, sum_of_norms = sum_over_ranks(torch.stack([loss, norms.sum()]))
     if world_size > 1:
         sync_gradients(model)
-    # Non-finite gradients are still applied. The loss is then NaN, and the caller ends the run
-    # without saving.
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    return torch.where(sum_of_norms.isfinite(), loss, torch.nan), norms
+    return sum_over_ranks(loss)
 
 
 def validation_batch(run, first):
@@ -1551,11 +1550,11 @@ def validation_batch(run, first):
     All micro-batches have the same shape. Past the last sequence, the targets are -1.
     """
     tokens, T = run.validation_tokens, run.args.sequence_length
-    count = len(tokens) // T
+    total = (len(tokens) - 1) // T  # sequences
     numbers = np.arange(first, first + run.micro_batch)
-    sequences = [tokens[T * number : T * number + T + 1] for number in numbers % count]
+    sequences = [tokens[T * number : T * number + T + 1] for number in numbers % total]
     inputs, targets = inputs_and_targets(np.stack(sequences), run.device)
-    targets[max(0, count - first) :] = -1
+    targets[max(0, total - first) :] = -1
     return inputs, targets
 
 
@@ -1581,9 +1580,10 @@ def validate(run):
         loss = evaluate(run)
         bits = [p.float().view(torch.int32) for p in run.model.parameters()]
         sums = [values.sum(dtype=torch.int32) for values in bits]
-        checksum = sum(sums).item()  # of the weights' bits, modulo 2**32
-        with agreement() as facts:
-            facts["the checksum of their weights"] = checksum
+        checksums = all_gather_objects(sum(sums).item())  # of the weights' bits, modulo 2**32
+        fix = "resume from the last checkpoint, and check the hardware if it happens again"
+        equal = len(set(checksums)) == 1
+        require(equal, f"the weights of the ranks differ (checksums {checksums}): {fix}")
     lr = args.learning_rate * schedule(run.step, args).lr_scale  # the others decay in proportion
     log.progress(run.step, f"val_loss:{loss:.4f}", f" data_hash:{run.data_hash:012x} lr:{lr:.3g}")
     run.val_loss = loss
@@ -1630,9 +1630,7 @@ def train(run):
             save_checkpoint(run)
         with log.timed("train"):
             inputs, targets, batch_hash = read_batch(run)
-            loss, norms = train_step(
-                run.model, run.optimizers, inputs, targets, args, run.stop.check
-            )
+            loss = train_step(run.model, run.optimizers, inputs, targets, args, run.stop.check)
             loss = loss.item()
         run.step = step + 1
         run.data_hash = (run.data_hash + batch_hash) % 2**48
@@ -1640,14 +1638,9 @@ def train(run):
         if show:
             next_line = time.monotonic() + args.print_every
         log.progress(run.step, f"train_loss:{loss:.4f}", show=show)
-        if not math.isfinite(loss):
-            named_norms = zip(run.model.named_parameters(), norms.tolist())
-            bad = [name for (name, _), norm in named_norms if not math.isfinite(norm)]
-            bad_of_ranks = all_gather_objects(bad)
-            raise UserError(
-                f"train_loss is {loss} at step {run.step}: lower the learning rates; parameters "
-                f"with non-finite gradients, by rank: {bad_of_ranks}"
-            )
+        # A gradient that is not finite was applied, too. The loss of the next step shows it.
+        finite = math.isfinite(loss)
+        require(finite, f"train_loss is {loss} at step {run.step}: lower the learning rates")
         if log.live:
             steps.set_postfix(step=run.step, loss=loss, val=run.val_loss)
     apply_schedule(run.model, run.optimizers, args.num_iterations, args)
@@ -1768,8 +1761,8 @@ class Run:
         self.tokens = self.args.num_iterations * self.train_loader.tokens_per_step
         self.epochs = self.tokens / stream.total_tokens  # times that the run reads its text
         self.folder = self.log.path.with_suffix("")
-        # Together with the settings, this is what the ranks must agree on and what all files of the
-        # run store. A resumed run must have the same facts, but its environment may differ.
+        # All ranks must have the same facts and environment, and every file of the run stores both.
+        # A resumed run must have the same facts. If its environment differs, this is only logged.
         self.facts = dict(
             val_hash=hashlib.sha256(self.validation_tokens).hexdigest()[:16],
             train_shards=stream.contents,
@@ -1785,11 +1778,14 @@ class Run:
 
 def log_header(run):
     """Log what defines a run: source, settings, environment, data, optimizers."""
-    args, log, commit = run.args, run.log, ""
+    args, log = run.args, run.log
+    if run.rank != 0:
+        return
     log(SOURCE, show=False)
     for name, value in vars(args).items():
         log(f"hyperparameter {name}={value!r}", show=False)
     git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40"]
+    commit = ""
     with contextlib.suppress(OSError):  # git is not installed
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     log(f"torch:{torch.__version__} commit:{commit}")
@@ -1887,9 +1883,9 @@ def save(run, name, **more):
     logged. All ranks raise UserError if a tensor is not finite.
     """
     path, partial = run.folder / name, run.folder / "partial"
-    settings, model = vars(run.args), run.model.state_dict()
-    state = dict(format=FORMAT, run_id=run.folder.name, step=run.step, hyperparameters=settings)
-    state |= dict(**run.facts, **run.environment, model=model, **more)
+    state = dict(format=FORMAT, run_id=run.folder.name, step=run.step)
+    state |= dict(hyperparameters=vars(run.args), model=run.model.state_dict())
+    state |= run.facts | run.environment | more
     require_finite(state, path)
     if run.rank != 0:
         return True
@@ -1936,7 +1932,10 @@ def save_checkpoint(run):
 
 
 def delete_old_checkpoints(run, keep):
-    """Delete all but the last `keep` checkpoints up to the run's step. Only rank 0 does so."""
+    """Delete all but the last `keep` checkpoints up to the run's step. Only rank 0 does so.
+
+    Later ones do not count, because the run has not been resumed from them: they are damaged.
+    """
     if run.rank != 0:
         return
     newest = run.folder / f"state_step{run.step:010d}.pt"
@@ -1954,8 +1953,8 @@ def check_run_id(run):
     has_log = log.exists() and (not log.is_file() or log.stat().st_size > 0)
     has_run = has_log or any(folder.glob("*.pt"))
     fix = "pass another --run_id"
-    new = run.args.resume != "auto"
-    require(not (new and has_run), f"{folder} exists: {fix}, or --resume=auto to continue it")
+    if run.args.resume != "auto":
+        require(not has_run, f"{folder} exists: {fix}, or --resume=auto to continue it")
     require(not has_log or folder.exists(), f"{log} is not the log of a run in {folder}: {fix}")
 
 
@@ -2012,7 +2011,8 @@ def different_settings(state, args, names):
 
 def load_checkpoint(run, path):
     """Restore a run from a checkpoint. Raises UserError if it belongs to another experiment."""
-    args, log, state = run.args, run.log, read_pt(path)
+    args, log = run.args, run.log
+    state = read_pt(path)
     require("optimizers" in state, f"{path} holds only weights: start a new run with --init={path}")
     names = [*settings_in("model", "modern model", "training"), "val_tokens"]
     if state["hyperparameters"]["num_iterations"] < args.num_iterations:
@@ -2025,7 +2025,8 @@ def load_checkpoint(run, path):
         load_optimizer(optimizer, saved, log)
     run.step, run.data_hash = int(state["step"]), int(state["data_hash"])
     run.val_loss = float(state.get("last_val_loss", math.nan))  # older files lack it
-    run.best_loss = float(state["best_loss"])
+    if args.resume == "auto":  # a new run has no best.pt yet
+        run.best_loss = float(state["best_loss"])
     log.seconds["train"] = float(state["train_seconds"])
 
 
@@ -2037,7 +2038,7 @@ def check_facts(run, state, path):
     if not run.args.shuffle and tokens_read < sum(size for size, _ in saved_shards):
         facts["train_shards"] = facts["train_shards"][: len(saved_shards)]
     for name, value in facts.items():
-        fix = "restore the data and the optimizers that the run has had"
+        fix = "restore the data and the optimizers that this run was started with"
         require(value == state[name], f"{path} was saved with another {name}: {fix}")
     for name, value in run.environment.items():
         if value != state[name]:
@@ -2054,7 +2055,7 @@ def load_init(run, path):
 
 
 def load_optimizer(optimizer, saved, log):
-    """Restore an optimizer as it was saved, except that this script decides its learning rates."""
+    """Restore an optimizer as it was saved, except for what this script's schedule decides."""
     groups = optimizer.param_groups
     scheduled = {"params", "lr", "initial_lr", "momentum"}
     for group, saved_group in zip(groups, saved["param_groups"], strict=True):
@@ -2106,7 +2107,7 @@ def finish(run):
     if run.best_loss < val_loss:
         best = run.folder / "best.pt"
         log(f"weights of the best validation, val_loss:{run.best_loss:.4f}: {best}")
-    if log.unwritten and run.rank == 0:
+    if log.unwritten:
         log(f"warning: the disk is full, so {log.path} lacks the last lines")
     target = f" target:{run.args.target_val_loss}" if run.args.target_val_loss else ""
     log(f"result val_loss:{val_loss:.4f}{target}")
@@ -2144,13 +2145,14 @@ def main(args, stop=None):
     the run had already finished.
     """
     run = set_up(args, stop or StopRequest())
-    log = run.log
+    args, log = run.args, run.log
     log_header(run)
     with agreement() as facts:
         if run.rank == 0:
             claim_run_id(run)
         start = restore(run)
         facts["the step of the checkpoint"] = run.step
+        facts["the state of the run"] = start
     if start == "finished":
         log(f"{run.folder} holds the result of this run; nothing to do")
         leave_processes()
@@ -2165,7 +2167,7 @@ def main(args, stop=None):
     if args.compile:
         log("compiling (up to a minute; --compile=false starts at once, but trains more slowly)")
     with log.timed("compile"), log.heartbeat("preparing the first step"):
-        compile_model(run.model, run.args, *validation_batch(run, 0))
+        compile_model(run.model, args, *validation_batch(run, 0))
     with agreement():
         if run.rank == 0:
             log.start_writing()  # not earlier, so that a run that cannot start leaves no log
@@ -2213,9 +2215,9 @@ def cli(argv):
         rank = os.environ.get("RANK" if connected else "LOCAL_RANK", "0")
         # All ranks raise the same UserError, so one of them prints it: rank 0, or before they are
         # connected, the first rank of each machine.
-        alone = "RANK" not in os.environ
-        if alone or rank == "0" or not isinstance(error, UserError):
-            where = "" if isinstance(error, UserError) or not connected else f"rank {rank}: "
+        is_user_error = isinstance(error, UserError)
+        if rank == "0" or not is_user_error:
+            where = f"rank {rank}: " if connected and not is_user_error else ""
             print(f"train_gpt2.py: {where}{text}", file=sys.stderr, flush=True)
         sys.exit(1)
 

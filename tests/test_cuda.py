@@ -111,18 +111,15 @@ def test_masked_attention_on_a_gpu_equals_that_of_the_cpu(device):
 
 @both_dtypes
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_gradient_that_is_not_finite_shows_in_the_step(value, dtype, device):
+def test_a_gradient_that_is_not_finite_shows_in_the_next_step(value, dtype, device):
     gpt, args = make_model(dtype, **SMALL)
     gpt.to(device)
     optimizers = build_optimizers(gpt, args, 0, 1)
     batch = [tokens.to(device) for tokens in make_batch(args, rows=4)]
-    loss, norms = train_step(gpt, optimizers, *batch, args)
-    assert loss.isfinite() and norms.isfinite().all() and (norms > 0).all()
     bad = gpt.h[1].mlp.c_fc.weight
     bad.register_hook(lambda grad: grad.index_fill(0, torch.tensor(3, device=device), value))
-    loss, norms = train_step(gpt, optimizers, *batch, args)
-    assert loss.isnan()
-    assert [p is not bad for p in gpt.parameters()] == norms.isfinite().tolist()
+    assert train_step(gpt, optimizers, *batch, args).isfinite()
+    assert train_step(gpt, optimizers, *batch, args).isnan()
 
 
 def five_steps(settings, device):
@@ -134,7 +131,7 @@ def five_steps(settings, device):
     for step in range(5):
         graphs += [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
         inputs, targets, _ = run.train_loader.batch(step)
-        loss, _ = train_step(run.model, run.optimizers, inputs, targets, args)
+        loss = train_step(run.model, run.optimizers, inputs, targets, args)
         losses += [loss.item(), train_gpt2.evaluate(run)]
     return losses, graphs
 

@@ -6,9 +6,11 @@ import signal
 from types import SimpleNamespace
 
 import ab
+import export
 import pytest
 import torch
 import torch.nn.functional as F
+import weights
 from conftest import (
     ROOT,
     SCRIPT,
@@ -85,6 +87,13 @@ def test_value_embeddings_have_their_own_rate(tmp_path):
     rates = {p: group["lr"] for group in adamw.param_groups for p in group["params"]}
     assert rates[gpt.value_embed.weight] == 2 * args.learning_rate
     assert rates[gpt.lm_head.weight] == args.learning_rate
+
+
+def test_the_export_of_value_embeddings_names_them(tmp_path):
+    module = load(tmp_path, "value embeddings")
+    args = module.Hyperparameters(vocab_size=257, n_layer=1, n_head=1, n_embd=8, sequence_length=16)
+    with pytest.raises(ValueError, match=r"lacks value_embed\.weight \(257, 8\): add"):
+        export.model_of(module.GPT(args), args, weights.pack.get_encoding("bytes"))
 
 
 def test_a_window_sees_64_tokens_back(tmp_path):

@@ -323,7 +323,7 @@ def gradients_of_a_step(rank, world_size, settings):
     inputs, targets, _ = run.train_loader.batch(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counted)
-        loss, _ = train_gpt2.train_step(run.model, [], inputs, targets, run.args)
+        loss = train_gpt2.train_step(run.model, [], inputs, targets, run.args)
     return loss, {name: p.grad for name, p in run.model.named_parameters()}, sizes
 
 
@@ -389,12 +389,13 @@ def test_compiling_and_an_unfinished_step_leave_no_trace(tiny):
 
 
 @both_dtypes
-def test_validation_counts_exactly_val_tokens(dtype, tiny):
-    run = tiny_run(tiny, dtype=dtype)
+@pytest.mark.parametrize("T", [16, 1])
+def test_validation_counts_exactly_val_tokens(T, dtype, tiny):
+    run = tiny_run({**tiny, "sequence_length": T}, dtype=dtype)
     tokens = torch.from_numpy(run.validation_tokens.astype("int64"))
     with torch.no_grad():
-        expected = run.model(tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16)).item()
-    assert run.args.val_tokens // 16 == 19  # a prime number of sequences
+        expected = run.model(tokens[:-1].view(-1, T), tokens[1:].view(-1, T)).item()
+    assert run.args.val_tokens == 16 * 19  # with T = 16, a prime number of sequences
     for micro_batch in 1, 4, 19, 24, 50:
         run.micro_batch = micro_batch
         assert train_gpt2.evaluate(run) == pytest.approx(expected, abs=2e-3)
@@ -609,6 +610,18 @@ def test_a_resumed_run_knows_its_best_loss(tiny, tmp_path, capsys):
         run_here(fields, run_id="best", resume="auto")
     assert "weights of the best validation, val_loss:3.0000" in capsys.readouterr().out
     assert train_gpt2.read_pt(tmp_path / "logs" / "best" / "best.pt")["step"] == 6
+
+
+def test_a_new_run_from_a_checkpoint_keeps_its_own_best_weights(tiny, tmp_path):
+    """The old run's loss of 3.0 does not count, because its best.pt stays with the old run."""
+    fields = {**tiny, "num_iterations": 18, "val_loss_every": 6, "allow_repeat": True}
+    losses = iter([5.0, 3.0, 4.0, 3.5, 3.8])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "evaluate", lambda run: next(losses))
+        run_here(fields, 13, run_id="old")
+        checkpoint = tmp_path / "logs" / "old" / "state_step0000000013.pt"
+        run_here(fields, run_id="new", resume=str(checkpoint))
+    assert train_gpt2.read_pt(tmp_path / "logs" / "new" / "best.pt")["val_loss"] == 3.5
 
 
 @pytest.mark.parametrize("steps, warned", [(9, False), (11, True)])

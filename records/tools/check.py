@@ -222,7 +222,7 @@ class Checks:
 
         def train_step():
             inputs, targets, _ = run.train_loader.batch(run.step)
-            train_gpt2.train_step(run.model, run.optimizers, inputs, targets, args)[0].item()
+            train_gpt2.train_step(run.model, run.optimizers, inputs, targets, args).item()
 
         def validate_micro_batch():
             with torch.no_grad():
@@ -258,8 +258,10 @@ class Checks:
         if steps == rule.max_steps:
             text += f", and no run should read it more than {MAX_EPOCHS} times"
         script = os.path.relpath(ROOT / "run.sh")
-        settings = arguments(rule.settings(self.size, steps))
-        command = shlex.join(["bash", script, *self.argv, *settings])
+        settings = rule.settings(self.size, steps)
+        quarter_hour = math.ceil(900 / self.seconds_per_step)  # in steps
+        settings["save_every"] = min(settings["save_every"], quarter_hour)
+        command = shlex.join(["bash", script, *self.argv, *arguments(settings)])
         processes = f"NPROC={self.world_size} " if self.world_size > 1 else ""
         return f"{text}\n\n{processes}{command}"
 

@@ -121,7 +121,7 @@ def seconds_per_step(argv):
     inputs, targets, _ = run.train_loader.batch(0)
     for _ in range(2):  # the first step also creates the states of the optimizers
         start = time.perf_counter()
-        train_gpt2.train_step(run.model, run.optimizers, inputs, targets, run.args)[0].item()
+        train_gpt2.train_step(run.model, run.optimizers, inputs, targets, run.args).item()
         seconds = time.perf_counter() - start
     del run
     gc.collect()  # the model refers to itself, so its memory would not be free for the next one

@@ -57,7 +57,7 @@ def take_steps(run, count, range_of=record_function):
                 with range_of("loader"):
                     inputs, targets, _ = train_gpt2.read_batch(run)
                 arguments = run.model, run.optimizers, inputs, targets, run.args
-                train_gpt2.train_step(*arguments, run.stop.check)[0].item()
+                train_gpt2.train_step(*arguments, run.stop.check).item()
             run.step += 1
     parts = {"step", "loader", *parts}
     rows = [row for row in profiler.key_averages() if row.key in parts]

@@ -68,7 +68,7 @@ def script_step_of(script, gpt, args, inputs, targets):
     optimizers = script.build_optimizers(gpt, args, 0, 1)
     size = script.micro_batch_size(len(inputs), args.device_batch_size)
     script.compile_model(gpt, args, inputs[:size], targets[:size])
-    return lambda *batch: script.train_step(gpt, optimizers, *batch, args)[0]
+    return lambda *batch: script.train_step(gpt, optimizers, *batch, args)
 
 
 @functools.cache  # each process prepares only one side
