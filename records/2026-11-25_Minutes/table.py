@@ -10,9 +10,7 @@ TEXTS = {
     "torch": "PyTorch's sources, 46 MB",
     "gpt2": "novels in GPT-2's tokens",
 }
-BYTES_PER_TOKEN = {
-    "gpt2": 110993 / 25088
-}  # of the validation tokens; in the others, a byte is a token
+BYTES_PER_TOKEN = {"gpt2": 110993 / 25088}  # of the validation tokens; 1 in the other texts
 
 
 def result(name):
@@ -37,7 +35,7 @@ for text, title in TEXTS.items():
         check = FOLDER / "checks" / f"rule_{text}_{asked}.txt"
         if not check.exists():
             continue
-        found = r"about (\S+) minutes; the run reads the text (\S+)"
+        found = r"about (\S+) minutes.*; the run reads the text (\S+)"
         predicted, times = re.search(found, check.read_text()).groups()
         model = re.search(r"^settings: (\d+ layers with \d+) channels", check.read_text(), re.M)[1]
         steps, loss, minutes = result(f"rule_{text}_{asked}")
