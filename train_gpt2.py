@@ -827,10 +827,14 @@ class NgramTable(nn.Module):
         # torch.compile does not support sparse gradients.
         self.forward = torch.compiler.disable(self.forward)
 
-    def __getstate__(self):  # for copy.deepcopy: the wrapped method would look up this table's rows
+    def __getstate__(self):  # the wrapped method is bound to this table, so a copy gets its own
         state = super().__getstate__()
         del state["forward"]
         return state
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.forward = torch.compiler.disable(self.forward)
 
     def forward(self, inputs):  # (B, T) to (B, T, C)
         hashes = inputs
@@ -1206,8 +1210,8 @@ class TokenStream:
         self.paths = sorted(glob.glob(pattern))
         require(self.paths, f"no file matches {pattern!r}: run data/fineweb.py or data/pack.py")
         for folder in {Path(path).parent for path in self.paths}:
-            packing = (folder / ".pack").exists()  # data/pack.py keeps this file while it runs
-            require(not packing, f"{folder} is being packed, or was only in part: pack it again")
+            packing = (folder / ".pack").exists()  # there while data/pack.py replaces shards
+            require(not packing, f"{folder} is being packed, or packing stopped: pack it again")
         self.sizes = [shard_size(path) for path in self.paths]
         self.ends = np.cumsum(self.sizes).tolist()  # positions in the stream
         self.total_tokens = self.ends[-1]
@@ -1581,7 +1585,7 @@ def validate(run):
         bits = [p.float().view(torch.int32) for p in run.model.parameters()]
         sums = [values.sum(dtype=torch.int32) for values in bits]
         checksums = all_gather_objects(sum(sums).item())  # of the weights' bits, modulo 2**32
-        fix = "resume from the last checkpoint, and check the hardware if it happens again"
+        fix = "resume from a checkpoint as old as the previous validation, and check the hardware"
         equal = len(set(checksums)) == 1
         require(equal, f"the weights of the ranks differ (checksums {checksums}): {fix}")
     lr = args.learning_rate * schedule(run.step, args).lr_scale  # the others decay in proportion
@@ -1638,7 +1642,7 @@ def train(run):
         if show:
             next_line = time.monotonic() + args.print_every
         log.progress(run.step, f"train_loss:{loss:.4f}", show=show)
-        # A gradient that is not finite was applied, too. The loss of the next step shows it.
+        # A gradient that is not finite was applied, too. A later loss shows it, usually the next.
         finite = math.isfinite(loss)
         require(finite, f"train_loss is {loss} at step {run.step}: lower the learning rates")
         if log.live:
@@ -1779,8 +1783,6 @@ class Run:
 def log_header(run):
     """Log what defines a run: source, settings, environment, data, optimizers."""
     args, log = run.args, run.log
-    if run.rank != 0:
-        return
     log(SOURCE, show=False)
     for name, value in vars(args).items():
         log(f"hyperparameter {name}={value!r}", show=False)
@@ -1932,12 +1934,10 @@ def save_checkpoint(run):
 
 
 def delete_old_checkpoints(run, keep):
-    """Delete all but the last `keep` checkpoints up to the run's step. Only rank 0 does so.
-
-    Later ones do not count, because the run has not been resumed from them: they are damaged.
-    """
+    """Delete all but the last `keep` checkpoints up to the run's step. Only rank 0 does so."""
     if run.rank != 0:
         return
+    # Later ones do not count. They are damaged, or the run would have continued from them.
     newest = run.folder / f"state_step{run.step:010d}.pt"
     up_to_now = [path for path in checkpoints_in(run.folder) if path <= newest]
     for old in up_to_now[:-keep]:
@@ -2216,7 +2216,7 @@ def cli(argv):
         # All ranks raise the same UserError, so one of them prints it: rank 0, or before they are
         # connected, the first rank of each machine.
         is_user_error = isinstance(error, UserError)
-        if rank == "0" or not is_user_error:
+        if "RANK" not in os.environ or rank == "0" or not is_user_error:
             where = f"rank {rank}: " if connected and not is_user_error else ""
             print(f"train_gpt2.py: {where}{text}", file=sys.stderr, flush=True)
         sys.exit(1)

@@ -97,6 +97,16 @@ def test_the_check_prints_a_command_for_the_minutes(processes, text_of_bytes, tm
     assert args.train_files == str(text_of_bytes["train_files"]) and not args.compile
 
 
+@pytest.mark.parametrize("seconds, save_every", [(0.1, 9000), (1, 900), (1000, 1)])
+def test_a_checkpoint_is_saved_at_least_every_15_minutes(seconds, save_every):
+    checks = check.Checks([])
+    checks.rule, checks.size, checks.world_size = Rule(10**9, 257), SIZES[0], 1
+    checks.minutes = 90
+    checks.seconds_per_step, checks.seconds_per_validation = seconds, 0
+    words = shlex.split(checks.check_command().splitlines()[-1])
+    assert parse_args(["--preset=text", *words[2:]]).save_every == save_every
+
+
 @pytest.mark.parametrize("setting", ["--batch_size=4", "--num_iterations=5", "--resume=auto"])
 def test_settings_that_the_rule_chooses_are_refused(setting, text_of_bytes):
     [fault] = check.main([*options(text_of_bytes), "--run_id=new", setting, "--minutes=3"])

@@ -5,7 +5,8 @@ model and takes three steps to predict the time and the memory of the run. Ends 
 and exit status 0, or with a list of what to fix and exit status 1. Saves nothing.
 
 With --preset=text, --minutes=N chooses the settings and prints the command of a run that trains and
-validates for about N minutes on this machine. Settings that it chooses must not be given.
+validates for about N minutes on this machine, and saves a checkpoint at least every 15 minutes.
+Settings that it chooses must not be given.
 """
 
 import argparse
@@ -171,6 +172,7 @@ class Checks:
             train_gpt2.check_run_id(run)
             start = train_gpt2.restore(run)
             facts["the step of the checkpoint"] = run.step
+            facts["the state of the run"] = start
         if start == "finished":
             raise UserError(f"{run.folder} holds a finished run: pass another --run_id")
         return f"{start}, at step {run.step} of {run.args.num_iterations}"

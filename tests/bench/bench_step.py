@@ -3,10 +3,10 @@
     python tests/bench/bench_step.py                            # against tests/plain.py
     python tests/bench/bench_step.py "plain compiled" MY_COPY.py --n_layer=2
 
-An opponent is `plain`, `plain compiled`, or the path of an edited copy of train_gpt2.py. Each side
-runs in its own process. In every round both take a few steps, in random order, so that drifting
-speed affects both. Other arguments are settings of train_gpt2.py. --rounds=9 and --steps=3 set the
-number of rounds, and the number of steps in each.
+An opponent is `plain`, `plain compiled`, or the path of an edited copy of the current
+train_gpt2.py. Each side runs in its own process. In every round both take a few steps, in random
+order, so that drifting speed affects both. Other arguments are settings of train_gpt2.py.
+--rounds=9 and --steps=3 set the number of rounds, and the number of steps in each.
 
 The tokens are random. A ratio compares the two sides within one round; the table shows its median,
 minimum and maximum. The loss is that of the last training step. Run nothing else meanwhile.
