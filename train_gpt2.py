@@ -171,7 +171,7 @@ class Hyperparameters:
     log_dir: str = setting("checkpoints", "logs", "folder for logs and checkpoints")
     save_every: int = setting("checkpoints", 0, "steps between checkpoints; 0: at a stop only")
     keep_checkpoints: int = setting(
-        "checkpoints", 2, "recent checkpoints to keep; one fewer, at least 1, at the end", low=1)
+        "checkpoints", 2, "recent checkpoints to keep; after the run one fewer, at least 1", low=1)
     resume: str = setting(
         "checkpoints", "", "auto continues run_id; a path continues that checkpoint as a new run")
     init: str = setting("checkpoints", "", "file with the initial weights, such as model.pt")
@@ -555,7 +555,7 @@ class Rotary(nn.Module):
     """Rotary position embedding: rotates each pair of channels (i, i + D/2) by a position's angle.
 
     frequencies: (D/2,), in radians per position; pairs with frequency 0 are not rotated. Source:
-    https://arxiv.org/abs/2104.09864. The angles have the opposite sign, which is equivalent.
+    https://arxiv.org/abs/2104.09864. The paper's angles have the opposite sign: equivalent.
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -995,7 +995,7 @@ class Muon(torch.optim.Optimizer):
     params: parameters with at least two dimensions; shape (M, ...) is flattened to (M, N). Their
     gradients must already be summed or averaged over the ranks. Each parameter must have a gradient
     on all ranks or on none. lr: RMS change of an entry per step. momentum: if it changes, all
-    parameters need gradients in the next step, since only these rescale their buffers. dtype: used
+    parameters need gradients in the next step, since a buffer is rescaled only then. dtype: used
     for the matmuls. Raises ValueError if a parameter or a value is invalid.
 
     Updates are scaled by sqrt(max(M, N)). torch.optim.Muon scales them differently:
@@ -1047,7 +1047,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             stacks = []
-            # Parameters without gradients are left out after stacking, as a stack has one owner.
+            # Stacks are formed from all parameters, as they were when the owners were assigned.
             for stack in stacks_of(group["params"]):
                 stack = [p for p in stack if p.grad is not None]
                 if stack:

@@ -1,14 +1,14 @@
 """Time training steps under several environments or settings, in turn.
 
-    python records/2026-11-25_Wishes/speed.py waiting|settings [--idle] [--muon] [--rounds=5] \
+    python records/2026-11-25_Wishes/speed.py waiting|settings [--idle] [--rounds=5] \
         [--name=value ...]
 
 waiting compares policies of OpenMP for waiting threads; settings compares what a user may try if a
 run is slow. Other arguments are settings of train_gpt2.py (default: --preset=text). For each case,
 two processes are started and compiled once. In each round, every case takes its turn: one process
-alone, one beside a busy loop, and both at once; with --idle, only one process alone. --muon times
-the steps of Muon instead of training steps. Prints the median step in ms of each turn, then the
-medians of all rounds, and of the ratios, with their ranges.
+alone, one beside a busy loop, and both at once; with --idle, only one process alone. Prints the
+median step in ms of each turn, then the medians of all rounds, and of the ratios, with their
+ranges.
 """
 
 import argparse
@@ -24,7 +24,6 @@ CASES = {  # environment and settings
     "waiting": {
         "libgomp's default": ({"GOMP_SPINCOUNT": "300000"}, []),
         "GOMP_SPINCOUNT=100": ({"GOMP_SPINCOUNT": "100"}, []),
-        "GOMP_SPINCOUNT=300": ({"GOMP_SPINCOUNT": "300"}, []),
         "GOMP_SPINCOUNT=1000": ({"GOMP_SPINCOUNT": "1000"}, []),
         "GOMP_SPINCOUNT=3000": ({"GOMP_SPINCOUNT": "3000"}, []),
         "OMP_WAIT_POLICY=PASSIVE": ({"OMP_WAIT_POLICY": "PASSIVE"}, []),
@@ -47,30 +46,17 @@ def work(argv):
     sys.path.insert(0, str(ROOT))
     import train_gpt2
 
-    only_muon = "--muon" in argv
-    argv = [argument for argument in argv if argument != "--muon"]
     run = train_gpt2.set_up(train_gpt2.parse_args(argv), train_gpt2.StopRequest())
-    batch = train_gpt2.validation_batch(run, 0)
-    train_gpt2.compile_model(run.model, run.args, *batch)
-    (muon,) = [each for each in run.optimizers if isinstance(each, train_gpt2.Muon)]
-    if only_muon:
-        run.model(*batch).backward()
-
-    def step():
-        if only_muon:
-            muon.step()
-            return
-        inputs, targets, _ = train_gpt2.read_batch(run)
-        loss = train_gpt2.train_step(run.model, run.optimizers, inputs, targets, run.args)
-        loss.item()
-        run.step += 1
+    train_gpt2.compile_model(run.model, run.args, *train_gpt2.validation_batch(run, 0))
 
     print("ready", flush=True)
     for line in sys.stdin:
         times = []
         for _ in range(int(line)):
             start = time.perf_counter()
-            step()
+            inputs, targets, _ = train_gpt2.read_batch(run)
+            train_gpt2.train_step(run.model, run.optimizers, inputs, targets, run.args).item()
+            run.step += 1
             times.append(1000 * (time.perf_counter() - start))
         print(statistics.median(times), flush=True)
 
