@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # bash run.sh [--name=value ...]     train the record for this machine. With GPUs, it is GPT-2 124M
 #     on FineWeb (loss 3.2755 after 12.0 minutes on 8xH100, according to the public log). run.sh asks
-#     before it downloads 5.6 GB, unless --yes is given. Without GPUs, it is a model of Python sources
-#     with 0.5M parameters and an n-gram table (loss 1.2494, n=5, sd 0.0078, in 2 min on 2 cores).
+#     before it downloads the shards that the run needs, up to 5.6 GB, unless --yes is given. Without
+#     GPUs, it is a model of Python sources with 0.5M parameters and an n-gram table (loss 1.2494, n=5,
+#     sd 0.0078).
 # bash run.sh --preset=text          train on your own text, which `bash run.sh pack` prepares
+# bash run.sh repeat N [--name=value ...]  train with N seeds and print the mean loss
 # bash run.sh test [...]             run the test suite, or pytest with these arguments
 # bash run.sh check [--name=value ...]     check that a run with these settings can start here
 # bash run.sh profile [--name=value ...]   show where the time of a step goes
@@ -31,7 +33,7 @@ tool=$root/records/tools/${1:-none}.py
 grep -qs '^if __name__ == "__main__":' "$tool" || tool=  # the other files there are modules
 case "${1:-}" in
 "" | -* | test | check | profile | data | pack | records/* | [!-]*/records/*) ;;
-*) [ -n "$tool" ] || fail "$1 is neither a setting (--name=value) nor a tool: \`head -15 '$0'\`" \
+*) [ -n "$tool" ] || fail "$1 is neither a setting (--name=value) nor a tool: \`head -16 '$0'\`" \
     "shows what there is" ;;
 esac
 
@@ -44,7 +46,8 @@ esac
 requirements=requirements.txt
 case "${1:-}" in
 test) requirements+=" records/requirements.txt tests/requirements.txt" ;;
-records/* | [!-]*/records/* | report | compare | ab | export | track) requirements+=" records/requirements.txt" ;;
+records/* | [!-]*/records/* | report | compare | repeat | ab | export | track)
+    requirements+=" records/requirements.txt" ;;
 esac
 has_packages="from importlib.metadata import version
 for name in '''$(cd "$root" && sed -n 's/^\([a-z_-]*\)[=>][^;]*$/\1/p' $requirements)'''.split():
@@ -60,12 +63,19 @@ if ! reason=$("$python" -c "$has_packages" 2>&1); then
     python=$venv/bin/python
 fi
 
+# Set gpus. Importing torch is slow, so it is only asked if there is a driver of a GPU.
 count_gpus() {
     gpus=0
     case " $* " in
     *" --preset"[=\ ]"cpu "*) ;;  # the CPU record, even if there are GPUs
-    *) gpus=$("$python" -c "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)
-import torch; print(torch.cuda.device_count())") ;;
+    *) gpus=$("$python" -c "
+import glob, signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+if any(map(glob.glob, ('/dev/nvidia*', '/dev/nvhost*', '/dev/kfd', '/dev/dxg'))):
+    import torch
+    print(torch.cuda.device_count())
+else:
+    print(0)") ;;
     esac
 }
 
@@ -73,18 +83,12 @@ import torch; print(torch.cuda.device_count())") ;;
 launch() {
     local processes=${NPROC:-$gpus} torchrun=
     [ "$gpus" -gt 0 ] || set -- "$1" --preset=cpu "${@:2}"
-    [ "$processes" -le 1 ] ||
+    if [ "$1" = "$root/records/tools/repeat.py" ]; then
+        export NPROC=$((processes > 1 ? processes : 1))  # of each run that it starts
+    elif [ "$processes" -gt 1 ]; then
         torchrun="-m torch.distributed.run --standalone --nproc_per_node=$processes"
+    fi
     exec "$python" $torchrun "$@"
-}
-
-# Succeed if data/torch_sources holds the CPU record's data: the manifest has the right sha256
-# values, and shards.py confirms that the files match it.
-has_record_data() {
-    local manifest=data/torch_sources/manifest.json
-    grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 $manifest &&
-        grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 $manifest &&
-        "$python" "$root/data/shards.py" data/torch_sources >/dev/null
 }
 
 # Succeed if the settings name data that the user has prepared.
@@ -95,30 +99,25 @@ has_own_data() {
     esac
 }
 
+# Succeed if the manifest in data/torch_sources lists the CPU record's data.
+lists_record_data() {
+    local manifest=data/torch_sources/manifest.json
+    grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 $manifest &&
+        grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 $manifest
+}
+
 pack_torch_sources() {
     local folder
-    if ! has_record_data; then
-        folder=$("$python" -c "import torch; print(*torch.__path__)")
+    if ! lists_record_data || ! "$python" "$root/data/shards.py" data/torch_sources >/dev/null; then
+        folder=$("$python" -c "from importlib.util import find_spec
+print(*find_spec('torch').submodule_search_locations)")
         # version.py is the one file that differs between the CPU and the CUDA builds
         "$python" "$root/data/pack.py" "$folder" --pattern '*.py' --exclude version.py \
             --encoding bytes --val_fraction 0.02 --skip_bad --out data/torch_sources
     fi
-    has_record_data ||
+    lists_record_data ||
         echo "warning: data/torch_sources differs from the record's data (torch is not 2.13.0?)," \
             "so the loss is not comparable"
-}
-
-# Download FineWeb, asking first if training shards are missing. $1: the answer, if known.
-fetch_fineweb() {
-    local answer=$1
-    if [ "$(ls data/fineweb10B/fineweb_train_*.bin 2>/dev/null | wc -l)" -lt 27 ]; then
-        if [ -z "$answer" ] && [ -t 0 ]; then
-            read -r -p "Download 5.6 GB of FineWeb into $PWD/data/fineweb10B? [y/N] " answer || :
-        fi
-        [[ $answer = [yY]* ]] || fail "5.6 GB of FineWeb were not downloaded: pass --yes to" \
-            "download them, or --preset=text or --preset=cpu to train without FineWeb"
-    fi
-    "$python" "$root/data/fineweb.py" --out data/fineweb10B
 }
 
 case "${1:-}" in
@@ -137,44 +136,43 @@ check | profile)
 data) pack_torch_sources ;;
 pack) exec "$python" "$root/data/pack.py" "${@:2}" ;;
 records/* | [!-]*/records/*) exec "$python" "$root/records/tools/rerun.py" "$@" ;;
-*)
-    [ -z "$tool" ] || exec "$python" "$tool" "${@:2}"
-    answer=
-    for argument; do  # removes --yes from the arguments
-        shift
-        if [ "$argument" = --yes ]; then answer=yes; else set -- "$@" "$argument"; fi
-    done
+"" | -* | repeat)
     count_gpus "$@"
-    case " $*" in
-    *" --help"* | *" -h"*) launch "$root/train_gpt2.py" "$@" ;;
+    script=${tool:-$root/train_gpt2.py} runs=
+    if [ -n "$tool" ]; then
+        runs=${2:-}
+        set -- "${@:3}"
+    fi
+    case " $runs $*" in
+    *" --help"* | *" -h"*) launch "$script" $runs "$@" ;;
     esac
     if has_own_data "$@"; then
         echo "training on your own data; Ctrl-C saves a checkpoint and exits"
-        manifest=data/mine/manifest.json
-        case " $* " in
-        *" --train_files"* | *" --n_layer"*) ;;
-        *) [ ! -f $manifest ] || grep -q '"encoding": "bytes"' $manifest ||
-            echo "note: data/mine is not in bytes, for which --preset=text was tuned; for other settings:" \
-                "bash run.sh check --preset=text --minutes=15" ;;
-        esac
     elif [ "$gpus" -eq 0 ]; then
         echo "training the CPU record; Ctrl-C saves a checkpoint and exits"
         pack_torch_sources
     else
-        echo "training GPT-2 124M on FineWeb; Ctrl-C saves a checkpoint and exits"
-        fetch_fineweb "$answer"
+        echo "training on FineWeb; Ctrl-C saves a checkpoint and exits"
+        "$python" "$root/data/fineweb.py" "$@"
     fi
-    [ "$gpus $#" = "0 0" ] || launch "$root/train_gpt2.py" "$@"
-    # Without arguments, the CPU record ends with a sample, unless a signal stops the training.
-    signals=0
-    trap 'signals=$((signals + 1)); kill $! 2>/dev/null || :' TERM INT HUP USR1
-    launch "$root/train_gpt2.py" &
-    waits=none
-    while [ "$waits" != "$signals" ]; do  # a signal interrupts wait
-        waits=$signals
-        status=0
-        wait $! || status=$?
+    for argument; do  # removes --yes, which is meant for fineweb.py
+        shift
+        [ "$argument" = --yes ] || set -- "$@" "$argument"
     done
-    [ "$status$signals" = 00 ] || exit "$status"
-    "$python" "$root/records/tools/sample.py" "def " ;;
+    [ "$tool $gpus $# ${NPROC:-1}" = " 0 0 1" ] || launch "$script" $runs "$@"
+    # Without arguments, the CPU record ends with a sample, unless a signal stops the training. Both
+    # run in one process, because importing torch is slow.
+    exec "$python" -c "
+import signal, sys, time
+from pathlib import Path
+sys.path[:0] = sys.argv[1:]
+import train_gpt2
+run_id = time.strftime('cpu-%Y%m%d-%H%M%S')
+train_gpt2.cli(['--preset=cpu', f'--run_id={run_id}'])
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+if Path('logs', run_id, 'model.pt').exists():
+    import sample
+    sample.main(['def ', '--tokens=200', f'--weights=logs/{run_id}'])" \
+        "$root" "$root/records/tools" ;;
+*) exec "$python" "$tool" "${@:2}" ;;
 esac

@@ -8,7 +8,11 @@ The defaults are those of record 7 of the public NanoGPT speedrun (October 2024)
 a validation loss of 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not been run on a
 GPU yet. It requires Python 3.10+, torch 2.5+ and numpy.
 
-Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H.
+Everything that decides the result comes first: settings, models, Muon, data, training, main. The
+sections titled "Machinery" hold the rest, from the command line to checkpoints.
+
+Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. "Collective"
+marks a function that all ranks, the processes of torchrun, must call together.
 """
 
 import argparse
@@ -19,235 +23,114 @@ import fcntl
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import math
 import os
-import platform
 import re
 import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
+import zipfile
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args, get_origin
+from typing import Literal, get_args
 
-if __name__ == "__main__":
-    # Until cli() handles signals, Ctrl-C ends the process without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Waiting threads of libgomp spin before they sleep. By default, they spin so long that training
-    # and other programs slow each other down. libgomp reads this when torch is imported.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# By default, idle threads of libgomp spin so long that they slow down training and other programs.
+# This must be set before importing torch. An explicit OMP_WAIT_POLICY wins.
+if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# The log of a run contains the source of this file. It is read before the slow imports, so that the
-# log shows the running code even if the file is edited right after launch.
+# Every log contains the source of this file. It is read before the slow imports, so that the log
+# shows the running code even if the file is edited right after launch.
 SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
+START = time.perf_counter()  # the set-up of a run includes the imports
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._pytree import tree_leaves
 
-try:
-    from tqdm import tqdm
-except ImportError:  # without tqdm, the terminal shows lines of steps instead of a progress bar
-    tqdm = None
 
-# On a CPU, the first call of these functions may be inaccurate if several threads share it
-# (https://github.com/pytorch/pytorch/issues/188792). So each is first called on a single number.
-for function in torch.cos, torch.sin, torch.sqrt:
-    function(torch.ones(1))
+# ---- Settings ------------------------------------------------------------------------------------
+def setting(default, help, role, modern=False):
+    """Return a field of Hyperparameters. modern: whether only --model=modern uses the setting."""
+    return dataclasses.field(default=default, metadata=dict(help=help, role=role, modern=modern))
 
 
-# ---- Settings -----------------------------------------------------------------------------------
-BLOCK = 128  # tokens; the modern model's attention masks are made of blocks of this size
-
-
-class UserError(ValueError):
-    """An error that the user can fix. It is reported in one line, without a traceback."""
-
-
-def require(condition, message):
-    """Raise UserError with this message unless the condition holds."""
-    if not condition:
-        raise UserError(message)
-
-
-def setting(group, default, help, low=0, high=2**31 - 1):
-    """Return a field of Hyperparameters. group: its title in --help. low, high: its limits."""
-    metadata = dict(group=group, help=help, low=low, high=high)
-    return dataclasses.field(default=default, metadata=metadata)
+# The role of a setting says what may change when a run loads a checkpoint or weights.
+architecture = functools.partial(setting, role="architecture")  # fixed in --resume and --init
+training = functools.partial(setting, role="training")  # fixed in --resume
+growing = functools.partial(setting, role="growing")  # may only become larger in --resume
+free = functools.partial(setting, role="free")  # may always change
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
     """All settings of a run. Edit the defaults here, or pass --name=value on the command line.
 
-    A resumed run may increase num_iterations, but not change val_tokens or another setting of the
-    groups "model", "modern model" and "training". A new setting needs only a type and a default:
-    `my_setting: float = 1.0`. Raises UserError if a value is not allowed.
+    A new setting needs only a type and a default: `my_setting: float = 1.0`. Its role is then
+    "training". Raises UserError if a value is not allowed (see check_settings).
     """
 
-    # fmt: off
-    vocab_size: int = setting(
-        "model", 50304, "token ids (GPT-2's 50257, rounded up); set by the manifest of packed data",
-        low=1, high=2**16)
-    n_layer: int = setting("model", 12, "transformer blocks", low=1, high=1000)
-    n_head: int = setting("model", 6, "attention heads", low=1)
-    n_embd: int = setting("model", 768, "channels", low=1)
-    model: Literal["gpt2", "modern"] = setting(
-        "model", "gpt2", "gpt2 is record 7's; modern adds what later records found, and n-grams")
+    model: Literal["gpt2", "modern"] = architecture("gpt2", "gpt2: record 7; modern: later ideas")
+    vocab_size: int = architecture(50304, "token ids: GPT-2's 50257, rounded up")
+    n_layer: int = architecture(12, "transformer blocks")
+    n_head: int = architecture(6, "attention heads")
+    n_embd: int = architecture(768, "channels")
+    value_embeddings: int = architecture(0, "tables of value embeddings", modern=True)
+    window: int = architecture(0, "final attention window in tokens; 0: none", modern=True)
+    document_token: int = architecture(50256, "first token of each document", modern=True)
+    no_attention: int = architecture(-1, "layer without attention; -1: none", modern=True)
+    key_shift: int = architecture(0, "positions to shift keys by; 1: induction heads", modern=True)
+    max_ngram: int = architecture(0, "longest hashed n-gram, at least 2; 0: none", modern=True)
+    ngram_rows: int = architecture(2**18, "rows of the n-gram table", modern=True)
 
-    value_embeddings: int = setting(
-        "modern model", 0, "N embedding tables, added to the attention values of the first N "
-        "layers and, in the same order, of the last N")
-    window: int = setting(
-        "modern model", 0, "tokens that a token attends to within its document, at the end of "
-        "training; grows from 128; some layers use half of it; 0: the whole sequence")
-    document_token: int = setting(
-        "modern model", 50256, "token that starts a document (256 in bytes); only used by a window")
-    no_attention: int = setting(
-        "modern model", -1, "index of a layer that has no attention, from 0; -1: none", low=-1)
-    key_shift: int = setting(
-        "modern model", 0, "positions to shift keys right; 1 lets a layer act as an induction head")
-    max_ngram: int = setting(
-        "modern model", 0, "longest n-gram that has an embedding, at least 2; 0: none", high=32)
-    ngram_rows: int = setting(
-        "modern model", 2**18, "rows of the n-gram table; n-grams with equal hashes share a row",
-        low=1)
+    seed: int = training(1337, "seed of the initial weights and of --shuffle")
+    dtype: Literal["auto", "bfloat16", "float32"] = training("auto", "dtype of matmuls")
+    batch_size: int = training(512, "sequences per step, over all processes")
+    sequence_length: int = training(1024, "tokens per sequence")
+    num_iterations: int = growing(5100, "optimizer steps")
+    learning_rate: float = training(0.0036, "learning rate of lm_head (tied to wte in gpt2)")
+    embedding_learning_rate: float = training(0.6, "... of token and value embeddings", modern=True)
+    scalar_learning_rate: float = training(0.04, "... of scalar weights", modern=True)
+    ngram_learning_rate: float = training(0.03, "... of the n-gram table", modern=True)
+    muon_learning_rate: float = training(0.00036, "... of the matrices of the blocks")
+    muon_momentum: float = training(0.95, "momentum of Muon")
+    muon_warmup_fraction: float = training(0.0, "part of the run in which it grows from 0.85")
+    warmdown_fraction: float = training(1450 / 5100, "final part, with a linear decay of the rates")
+    final_lr: float = training(0.0, "learning rates after the decay, relative to those before it")
+    ngram_dropout: float = training(0.0, "probability of dropping an n-gram", modern=True)
+    shuffle: bool = training(False, "shuffle the sequences, split at a new offset in each epoch")
+    val_tokens: int = training(10485760, "tokens of val_files to validate on; 0: up to 2**18")
 
-    seed: int = setting("training", 1337, "seed of the initial weights and of --shuffle")
-    dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "training", "auto", "dtype of matmuls, and of the modern model's token and value "
-        "embeddings; auto picks bfloat16 if the device supports it natively")
-    batch_size: int = setting("training", 512, "sequences per step, over all processes", low=1)
-    sequence_length: int = setting("training", 1024, "tokens per sequence", low=1, high=2**20)
-    num_iterations: int = setting("training", 5100, "optimizer steps", low=1)
-    learning_rate: float = setting(
-        "training", 0.0036, "rate of the head, and of gpt2's embedding, which is tied to it")
-    embedding_learning_rate: float = setting(
-        "training", 0.6, "rate of the modern model's token and value embeddings")
-    scalar_learning_rate: float = setting(
-        "training", 0.04, "rate of the modern model's scalars: stream, skip and value weights")
-    ngram_learning_rate: float = setting("training", 0.03, "rate of the n-gram table")
-    muon_learning_rate: float = setting(
-        "training", 0.00036, "rate of Muon, which trains the matrices of the blocks")
-    muon_momentum: float = setting("training", 0.95, "momentum of Muon", high=0.9999)
-    muon_momentum_warmup: int = setting(
-        "training", 0, "initial steps in which Muon's momentum grows linearly from 0.85")
-    warmdown_iters: int = setting(
-        "training", 1450, "final steps over which the learning rates decay linearly")
-    final_lr: float = setting(
-        "training", 0.0, "final learning rates, as a fraction of the initial ones", high=1)
-    ngram_dropout: float = setting(
-        "training", 0.0, "probability of dropping an n-gram; reduces overfitting", high=0.99)
-    shuffle: bool = setting(
-        "training", False, "re-split the tokens at a random offset and shuffle, in each epoch")
-
-    train_files: str = setting(
-        "data", "data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
-    val_files: str = setting(
-        "data", "data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
-    allow_repeat: bool = setting("data", False, "start over when the training tokens run out")
-
-    val_loss_every: int = setting(
-        "validation", 125, "steps between validations; 0 validates only after the last step")
-    val_tokens: int = setting(
-        "validation", 10485760, "tokens to validate on, from the start of val_files; 0 uses up to "
-        "2**20, but at most what takes an eighth of the training time")
-    target_val_loss: float = setting(
-        "validation", 3.28, "printed next to the result unless 0; has no other effect")
-
-    run_id: str = setting("checkpoints", "", "name of the log and the folder; default: the time")
-    log_dir: str = setting("checkpoints", "logs", "folder for logs and checkpoints")
-    save_every: int = setting("checkpoints", 0, "steps between checkpoints; 0: at a stop only")
-    keep_checkpoints: int = setting(
-        "checkpoints", 2, "recent checkpoints to keep; after the run one fewer, at least 1", low=1)
-    resume: str = setting(
-        "checkpoints", "", "auto continues run_id; a path continues that checkpoint as a new run")
-    init: str = setting("checkpoints", "", "file with the initial weights, such as model.pt")
-
-    device: Literal["auto", "cuda", "cpu"] = setting(
-        "machine", "auto", "auto picks cuda if PyTorch sees a GPU")
-    device_batch_size: int = setting(
-        "machine", 64, "maximum sequences per forward pass; lower it to save memory", low=1)
-    compile: bool = setting(
-        "machine", True, "use torch.compile; False starts sooner but trains more slowly")
-    print_every: float = setting(
-        "machine", 1.0, "minimum seconds between printed steps without a progress bar; 0: all")
-    comm_timeout: int = setting(
-        "machine", 600, "seconds that a rank waits for the others before the run fails", low=1)
-    # fmt: on
+    train_files: str = free("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
+    val_files: str = free("data/fineweb10B/fineweb_val_*.bin", "glob of the validation shards")
+    allow_repeat: bool = free(False, "start over when the training tokens run out")
+    val_loss_every: int = free(125, "steps between validations; 0: only after the last step")
+    target_val_loss: float = free(3.28, "loss to print with the result; 0: none")
+    run_id: str = free("", "name of the log and of the run's folder; default: the time")
+    log_dir: str = free("logs", "folder of logs and checkpoints")
+    save_every: int = free(0, "steps between checkpoints; 0: only when a signal stops the run")
+    keep_checkpoints: int = free(2, "number of recent checkpoints to keep")
+    resume: str = free("", "auto continues run_id; a path continues that checkpoint as a new run")
+    init: str = free("", "file with the initial weights, such as model.pt")
+    device: Literal["auto", "cuda", "cpu"] = free("auto", "auto: cuda if PyTorch sees a GPU")
+    device_batch_size: int = free(64, "maximum sequences per forward pass; lower it to save memory")
+    compile: bool = free(True, "use torch.compile; False starts sooner but trains more slowly")
+    comm_timeout: int = free(600, "seconds that a rank waits for the others before the run fails")
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            check_setting(field, getattr(self, field.name))
-        pair = 2 * self.n_head
-        divides = self.n_embd % pair == 0  # each head rotates pairs of channels
-        require(divides, f"n_embd={self.n_embd} must be a multiple of 2 * n_head = {pair}")
-        shift, T = self.key_shift, self.sequence_length
-        require(shift < T, f"key_shift={shift} must be less than sequence_length={T}")
-        self.check_modern_settings()
-        is_name = re.fullmatch(r"([\w-][\w.-]*)?", self.run_id)
-        require(is_name, f"run_id={self.run_id!r} may contain only letters, digits and '-_.'")
-        if self.resume == "auto":
-            require(self.run_id, "--resume=auto needs --run_id to know which run to resume")
-
-    def check_modern_settings(self):
-        """Raise UserError unless the settings of the modern model fit each other and the model."""
-        modern_only = [*settings_in("modern model"), "ngram_dropout"]
-        defaults = vars(Hyperparameters)
-        extras = [name for name in modern_only if getattr(self, name) != defaults[name]]
-        if self.model != "modern":
-            require(not extras, f"{', '.join(extras)} can only be set with --model=modern")
-        tables, pairs = self.value_embeddings, self.n_layer // 2
-        fits = tables <= pairs
-        require(fits, f"value_embeddings={tables} must be at most n_layer // 2 = {pairs}")
-        layer, layers = self.no_attention, self.n_layer
-        require(layer < layers, f"no_attention={layer} must be less than n_layer={layers}")
-        if self.window:
-            T, token, vocab_size = self.sequence_length, self.document_token, self.vocab_size
-            divides = T % BLOCK == 0
-            require(divides, f"sequence_length={T} must be a multiple of {BLOCK} with a window")
-            known = token < vocab_size
-            fix = "pass --document_token=256 if the data are bytes"
-            require(known, f"document_token={token} must be less than {vocab_size=}: {fix}")
-
-
-def check_setting(field, value):
-    """Raise UserError unless `value` is allowed for a field of Hyperparameters."""
-    name, kind = field.name, field.type
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        require(value in choices, f"{name}={value!r} must be one of {', '.join(choices)}")
-        return
-    supported = kind in (bool, int, float, str)
-    require(supported, f"{name} has the type {kind}: use bool, int, float, str or Literal")
-    matches = isinstance(value, (int, float) if kind is float else kind)
-    require(matches, f"{name}={value!r} must be of type {kind.__name__}")
-    if kind in (int, float):
-        low = field.metadata.get("low", -math.inf)
-        high = field.metadata.get("high", math.inf)
-        require(low <= value <= high, f"{name}={value!r} must be a number between {low} and {high}")
-
-
-def group_of(field):
-    """Return the group of a setting; one without setting() counts as "training"."""
-    return field.metadata.get("group", "training")
-
-
-def settings_in(*groups):
-    """Return the names of the settings in some groups."""
-    return [f.name for f in dataclasses.fields(Hyperparameters) if group_of(f) in groups]
+        check_settings(self)
 
 
 # --preset=NAME replaces defaults; settings on the command line override the preset.
@@ -258,41 +141,39 @@ PRESETS = {
         "record 21 (2.93 minutes on 8xH100 with FP8), here without FP8; not run yet",
         dict(
             model="modern", value_embeddings=3, window=1728, no_attention=7,
-            batch_size=8, sequence_length=49152, device_batch_size=1,
-            num_iterations=1770, warmdown_iters=708, final_lr=0.1,
+            batch_size=8, sequence_length=49152, device_batch_size=1, val_tokens=213 * 49152,
+            num_iterations=1770, warmdown_fraction=708 / 1770, final_lr=0.1,
             learning_rate=0.008, embedding_learning_rate=0.6, scalar_learning_rate=0.04,
-            muon_learning_rate=0.05 / 768**0.5, muon_momentum_warmup=300,
-            val_tokens=213 * 49152,
+            muon_learning_rate=0.05 / 768**0.5,  # 0.05 in the units of the record's Muon
+            muon_warmup_fraction=300 / 1770,
         ),
     ),
     "cpu": (
-        "the CPU record: seconds of training on 2 cores; `bash run.sh` prepares its data",
+        "the CPU record: trains in seconds on 2 cores; `bash run.sh` prepares its data",
         dict(
-            device="cpu",
+            device="cpu", compile=False,  # compiling takes longer than these 64 steps
             train_files="data/torch_sources/train_*.bin",
             val_files="data/torch_sources/val_*.bin",
-            shuffle=True,
             vocab_size=257, n_layer=2, n_head=1, n_embd=128,
             model="modern", value_embeddings=1, max_ngram=6, key_shift=1,
-            batch_size=16, sequence_length=256,
-            num_iterations=64, warmdown_iters=48, final_lr=0.1,
+            batch_size=16, sequence_length=256, shuffle=True,
+            num_iterations=64, warmdown_fraction=0.75, final_lr=0.1,
             learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.3,
             muon_learning_rate=0.004,
-            val_loss_every=32, val_tokens=420864,  # 1,644 sequences
-            target_val_loss=1.32,
+            val_loss_every=0, val_tokens=1644 * 256, target_val_loss=1.32,
         ),
     ),
     "text": (
-        "for your own text, packed into data/mine; 11 minutes of training on 2 slow CPU cores",
+        "for your own text, packed into data/mine; trains in minutes on 2 CPU cores",
         dict(
+            compile=False, allow_repeat=True, shuffle=True,
             train_files="data/mine/train_*.bin",
             val_files="data/mine/val_*.bin",
-            allow_repeat=True, shuffle=True,
             vocab_size=257, n_layer=4, n_head=2, n_embd=128,
             model="modern", value_embeddings=1, key_shift=1,
             max_ngram=6, ngram_rows=2**18, ngram_dropout=0.6,
             batch_size=16, sequence_length=256,
-            num_iterations=1040, warmdown_iters=840, muon_momentum_warmup=150,
+            num_iterations=1040, warmdown_fraction=840 / 1040, muon_warmup_fraction=150 / 1040,
             learning_rate=0.004, embedding_learning_rate=0.1, ngram_learning_rate=0.04,
             scalar_learning_rate=0.02, muon_learning_rate=0.0015,
             val_loss_every=260, val_tokens=0, target_val_loss=0.0, save_every=260,
@@ -301,241 +182,8 @@ PRESETS = {
 }  # fmt: skip
 
 
-def parse_args(argv):
-    """Return the Hyperparameters specified by arguments such as --n_layer=6.
-
-    Raises UserError for an unknown name or a value that is not allowed.
-    """
-    defaults = vars(Hyperparameters())
-    given = vars(build_parser(defaults).parse_args(argv))
-    preset_name = given.pop("preset")
-    preset = PRESETS[preset_name][1]
-    unknown = preset.keys() - defaults.keys()
-    require(not unknown, f"the preset {preset_name} sets {unknown}, which are not settings")
-    settings = defaults | preset | given
-    if "vocab_size" not in given:
-        manifest = read_manifest(settings["train_files"])
-        size = manifest.get("vocab_size", settings["vocab_size"])
-        if size >= 1024:  # a vocabulary of bytes stays as it is
-            size = (size + 127) // 128 * 128  # rounded up, for speed
-        settings["vocab_size"] = size
-    if "val_files" in given and "target_val_loss" not in given:
-        settings["target_val_loss"] = 0.0  # the preset's target applies only to its own data
-    return Hyperparameters(**settings)
-
-
-def build_parser(defaults):
-    """Return a parser whose result holds only the settings that are given, and the preset."""
-
-    def refuse(message):
-        raise UserError(f"{message}. --help lists all settings")
-
-    presets = "\n".join(f"  {name:<12}{text}" for name, (text, _) in PRESETS.items())
-    parser = argparse.ArgumentParser(
-        usage="train_gpt2.py [--preset=NAME] [--name=value ...]",
-        description=__doc__ + "\nEvery setting is listed with its default.",
-        epilog=f"presets (--preset=NAME), which individual settings override:\n{presets}",
-        formatter_class=functools.partial(
-            argparse.RawDescriptionHelpFormatter, width=100, max_help_position=30
-        ),
-        argument_default=argparse.SUPPRESS,  # leaves out settings that are not given
-        allow_abbrev=False,
-    )
-    parser.error = refuse
-    parser.add_argument("--preset", choices=PRESETS, default="record7", help=argparse.SUPPRESS)
-    converters = {bool: boolean, int: int, float: float}
-    groups = {}
-    for field in dataclasses.fields(Hyperparameters):
-        title = group_of(field)
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        choices = get_args(field.type)  # the values of a Literal
-        help = field.metadata.get("help", "") + (f" ({', '.join(choices)})" if choices else "")
-        groups[title].add_argument(
-            f"--{field.name}",
-            type=converters.get(field.type, str),
-            choices=choices or None,
-            metavar=str(defaults[field.name]) or "''",  # --help shows the default here
-            help=help.replace("%", "%%"),
-        )
-    return parser
-
-
-def boolean(text):
-    """Parse "true" or "false", case-insensitively. Raises ValueError for anything else."""
-    if text.lower() not in ("true", "false"):
-        raise ValueError(text)
-    return text.lower() == "true"
-
-
-def read_manifest(files):
-    """Return the manifest that data/pack.py wrote beside its shards, or {} for other shards.
-
-    It holds the vocab_size and the name of the encoding. files: glob of the shards.
-    """
-    path = Path(files).parent / "manifest.json"
-    if not path.is_file():
-        return {}
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        valid = isinstance(manifest.get("vocab_size", 1), int)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        valid = False
-    require(valid, f"{path} is damaged: repack the data, or remove this file")
-    return manifest
-
-
-# ---- Ranks: the processes that torchrun starts, one per GPU, or a single process ----------------
-def join_processes(args):
-    """Join the process group of torchrun, if there is one; return (rank, world_size, device).
-
-    Raises UserError if the environment or the device is unusable.
-    """
-    has_launcher = "RANK" in os.environ
-    alone = number_in_environment("SLURM_STEP_NUM_TASKS", 1) == 1
-    fix = "start them with the Slurm file in the README"
-    require(has_launcher or alone, f"srun started several tasks, but RANK is not set: {fix}")
-    device = choose_device(args)
-    gpu = device if device.type == "cuda" else None
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
-    if has_launcher and not dist.is_initialized():
-        timeout = timedelta(seconds=args.comm_timeout)
-        try:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
-            raise UserError(f"cannot join the processes of torchrun ({error})") from None
-        # After a restart by torchrun, the store still holds the keys of the earlier attempts.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        backend = "cpu:gloo,cuda:nccl" if gpu is not None else "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu
-        )
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), device
-    return 0, 1, device
-
-
-def number_in_environment(name, default):
-    """Return an environment variable as an int, or default if it is not set."""
-    text = os.environ.get(name, str(default))
-    require(text.isdecimal(), f"the environment variable {name}={text} must be a number: unset it")
-    return int(text)
-
-
-def leave_processes():
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        # gloo's threads outlive the group. Let them release the tensors of the last collective, or
-        # they may abort the process when the interpreter exits (seen with torch 2.13).
-        time.sleep(0.2)
-
-
-def choose_device(args):
-    """Return the torch.device of this process. Raises UserError if args.device is not usable."""
-    gpus = torch.cuda.device_count()
-    if args.device == "cpu" or (args.device == "auto" and gpus == 0):
-        return torch.device("cpu")
-    processes = number_in_environment("LOCAL_WORLD_SIZE", 1)
-    usable = processes <= gpus and torch.cuda.is_available()
-    fix = "start fewer processes, check the driver, or pass --device=cpu"
-    require(usable, f"PyTorch cannot give each of {processes} processes one of {gpus} GPUs: {fix}")
-    return torch.device("cuda", number_in_environment("LOCAL_RANK", 0))
-
-
-def sum_over_ranks(tensor):
-    """Collective: sum a tensor over all ranks in place and return it."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def all_gather_objects(value):
-    """Collective: return the values of all ranks, in rank order."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-@contextlib.contextmanager
-def agreement():
-    """Collective: run a block on all ranks, and raise UserError on all unless they agree.
-
-    The block fills the dict that this yields with facts that must be equal on all ranks. If it
-    raises UserError or OSError on one rank, all ranks raise UserError with that message. The block
-    must not call a collective.
-    """
-    facts = {}
-    failure = ""
-    try:
-        yield facts
-    except (UserError, OSError) as error:
-        failure = one_line(error)
-    reports = all_gather_objects((facts, failure))
-    failures = [failure for _, failure in reports]
-    for rank, failure in enumerate(failures):
-        where = "" if all(failures) else f"rank {rank}: "  # only if some ranks succeeded
-        require(not failure, f"{where}{failure}")
-    first_facts, _ = reports[0]
-    fix = "start all of them with the same settings, source, versions, data and log_dir"
-    for rank, (rank_facts, _) in enumerate(reports):
-        for name, value in rank_facts.items():
-            values = f"{first_facts.get(name)} on rank 0, {value} on rank {rank}"
-            equal = value == first_facts.get(name)
-            require(equal, f"the ranks differ in {name} ({values}): {fix}")
-
-
-def one_line(error):
-    """Return the message of an error on one line."""
-    if isinstance(error, OSError) and error.filename:
-        return f"cannot use {error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
-
-
-class StopTraining(Exception):
-    """Raised on all ranks when training must stop. Its text is the reason."""
-
-
-class StopRequest:
-    """Why training has to stop, if it has to. The ranks stop together, at the next check."""
-
-    def __init__(self):
-        self.reason = ""
-        self.signal_time = None  # when the first signal arrived
-        self.parent = os.getppid()
-
-    def catch_signals(self):
-        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP unless ignored already, e.g. by nohup."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.on_signal)
-
-    def on_signal(self, number, frame):
-        """Request a stop. A second signal ends the process at once.
-
-        Signals within a second count as one, because Ctrl-C may arrive twice: from the terminal,
-        and from torchrun or run.sh.
-        """
-        if self.signal_time is None:
-            self.signal_time = time.monotonic()
-            self.reason = self.reason or "a signal"
-            with contextlib.suppress(OSError):  # the terminal may be closed
-                os.write(2, b"saving a checkpoint; press Ctrl-C again to exit at once\n")
-        elif time.monotonic() - self.signal_time > 1:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    def check(self):
-        """Collective: raise StopTraining on all ranks if one of them has a reason to stop."""
-        if dist.is_initialized() and os.getppid() != self.parent:
-            self.reason = self.reason or "the launcher was killed"
-        must_stop = sum_over_ranks(torch.tensor(int(self.reason != "")))
-        if must_stop > 0:
-            reasons = all_gather_objects(self.reason)
-            raise StopTraining(", ".join(sorted({reason for reason in reasons if reason})))
+class UserError(ValueError):
+    """An error that the user can fix. It is reported in one line, without a traceback."""
 
 
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
@@ -552,10 +200,10 @@ class CastedLinear(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: rotates each pair of channels (i, i + D/2) by a position's angle.
+    """Rotary position embedding: rotates the channels (i, i + D/2) by position * frequencies[i].
 
     frequencies: (D/2,), in radians per position; pairs with frequency 0 are not rotated. Source:
-    https://arxiv.org/abs/2104.09864. The paper's angles have the opposite sign: equivalent.
+    https://arxiv.org/abs/2104.09864. The paper rotates in the other direction: equivalent.
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -565,7 +213,7 @@ class Rotary(nn.Module):
         self.register_buffer("cos_sin", cos_sin, persistent=False)  # (2, T, D/2)
 
     def forward(self, x):  # (B, T, H, D)
-        cos, sin = self.cos_sin[:, : x.size(1), None]  # (T, 1, D/2)
+        cos, sin = self.cos_sin[:, : x.size(1), None]  # each (T, 1, D/2)
         x1, x2 = x.chunk(2, dim=-1)
         y1 = x1 * cos + x2 * sin
         y2 = x2 * cos - x1 * sin
@@ -573,10 +221,11 @@ class Rotary(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
+    """Attention to all earlier tokens, with rotary positions and normalized queries and keys."""
+
     def __init__(self, args):
         super().__init__()
         C = args.n_embd
-        D = C // args.n_head
         self.n_head = args.n_head
         # Separate matrices, so that Muon orthogonalizes each one.
         self.c_q = CastedLinear(C, C, bias=False)
@@ -584,20 +233,23 @@ class CausalSelfAttention(nn.Module):
         self.c_v = CastedLinear(C, C, bias=False)
         self.c_proj = CastedLinear(C, C, bias=False)
         nn.init.zeros_(self.c_proj.weight)  # every block starts as the identity
-        self.rotary = Rotary(10000.0 ** -(torch.arange(0, D, 2).float() / D), args.sequence_length)
+        self.rotary = Rotary(self.rotary_frequencies(C // args.n_head), args.sequence_length)
+
+    def rotary_frequencies(self, D):
+        """Return the D/2 frequencies of the rotary embedding."""
+        return 10000.0 ** -(torch.arange(0, D, 2).float() / D)
 
     def split_heads(self, x):  # (B, T, C) to (B, T, H, D)
         return x.unflatten(-1, (self.n_head, -1))
 
     def forward(self, x):  # (B, T, C)
-        q = norm(self.split_heads(self.c_q(x)))
-        k = norm(self.split_heads(self.c_k(x)))
+        q = self.rotary(norm(self.split_heads(self.c_q(x))))
+        k = self.rotary(norm(self.split_heads(self.c_k(x))))
         v = self.split_heads(self.c_v(x))
-        # Attention takes (B, H, T, D), and its result has the memory layout of q. Transposing after
-        # the rotation avoids the copy that flatten would otherwise make on GPUs.
-        q = self.rotary(q).transpose(1, 2)
-        k = self.rotary(k).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True)
+        # Attention takes (B, H, T, D). Its output inherits the strides of q, a transposed view of
+        # (B, T, H, D), so that flatten needs no copy.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -669,9 +321,15 @@ def compute_logits(x, weight, softcap):
     """
     logits = F.linear(x, weight).float()
     if softcap:
-        # The tanh is written with a sigmoid, because inductor fuses it better.
+        # This is softcap * tanh(logits / softcap), written so that inductor fuses it well.
         logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
     return logits
+
+
+def chunk_loss(x, weight, targets, softcap, count):
+    """Return the summed cross-entropy of some tokens, divided by count."""
+    logits = compute_logits(x, weight, softcap)
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / count
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -683,32 +341,26 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def chunk_loss(x, weight, targets, softcap, count):
-        logits = compute_logits(x, weight, softcap)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / count
-
-    @staticmethod
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
-        # Small chunks are slow, so each holds at least as many logits as 512 GPT-2 tokens.
-        min_chunk_size = 512 * 50304 // len(weight)
-        max_chunks = 2 if x.is_cuda else 8  # an estimate for GPUs, not measured
-        chunks = min(max_chunks, max(1, len(x) // min_chunk_size))
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
-        chunk_loss = ChunkedCrossEntropy.chunk_loss
-        grad_and_value = torch.func.grad_and_value(chunk_loss, argnums=(0, 1))
+        # Small chunks are slow, so each has at least 512 * 50304 logits.
+        max_chunks = 2 if x.is_cuda else 8  # measured on CPUs, and a guess for GPUs
+        chunks = min(max_chunks, max(1, len(x) * len(weight) // (512 * 50304)))
+        pairs = list(zip(x.chunk(chunks), targets.chunk(chunks)))
+        if not needs_grad:
+            return sum(chunk_loss(x_i, cast_weight, y_i, softcap, count) for x_i, y_i in pairs)
         loss = grad_weight = 0.0
         grad_x = []
-        for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
-            if needs_grad:
-                grads, loss_i = grad_and_value(x_i, cast_weight, targets_i, softcap, count)
-                grad_x.append(grads[0])
-                grad_weight = grad_weight + grads[1].float()
-            else:
-                loss_i = chunk_loss(x_i, cast_weight, targets_i, softcap, count)
+        grad_and_value = torch.func.grad_and_value(chunk_loss, argnums=(0, 1))
+        for x_i, y_i in pairs:
+            (grad_x_i, grad_weight_i), loss_i = grad_and_value(
+                x_i, cast_weight, y_i, softcap, count
+            )
+            grad_x.append(grad_x_i)
+            grad_weight = grad_weight + grad_weight_i.float()
             loss = loss + loss_i
-        if needs_grad:
-            ctx.save_for_backward(torch.cat(grad_x), grad_weight)
+        ctx.save_for_backward(torch.cat(grad_x), grad_weight)
         return loss
 
     @staticmethod
@@ -717,20 +369,25 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
 
 
-# ---- The modern model: what records 8 to 21 added to record 7; n-grams and key shift are our own
+# ---- Modern model: what records 8 to 21 added to record 7; n-grams and key shift are our own -----
+BLOCK = 128  # tokens; attention windows are made of blocks of this size
+ATTENTION_SCALE = 0.12  # of the scores q k; record 21 uses it in place of 1 / sqrt(D)
+LOGIT_SOFTCAP = 15.0
+
+
 class ModernAttention(CausalSelfAttention):
     """Attention with rotary embedding on half of the channels, value embeddings and key shift."""
 
     def __init__(self, args):
         super().__init__(args)
-        D = args.n_embd // args.n_head
-        frequencies = 1024.0 ** -torch.linspace(0, 1, D // 4)
-        frequencies = F.pad(frequencies, (0, D // 2 - D // 4))  # the others carry no position
-        self.rotary = Rotary(frequencies, args.sequence_length)
         self.key_shift = args.key_shift
         self.value_weights = nn.Parameter(torch.tensor([0.5, 0.5]))
         for layer in self.c_q, self.c_k, self.c_v:
             init_uniform(layer)
+
+    def rotary_frequencies(self, D):
+        """Return D/4 frequencies from 1 to 1/1024, and D/4 zeros for channels without position."""
+        return F.pad(1024.0 ** -torch.linspace(0, 1, D // 4), (0, D // 2 - D // 4))
 
     def forward(self, x, value, mask):  # x and value: (B, T, C); value and mask may be None
         q = norm(self.split_heads(self.c_q(x)))
@@ -740,9 +397,8 @@ class ModernAttention(CausalSelfAttention):
         v = self.split_heads(F.linear(x, weight.type_as(x)))
         if value is not None:
             v = v + self.value_weights[1] * self.split_heads(value)
-        # Shift keys key_shift positions to the right before the rotary embedding, so that they are
-        # rotated for their new positions. Zeros fill the gap.
-        k = F.pad(k, (0, 0, 0, 0, self.key_shift, 0))[:, : k.size(1)]
+        # Keys are shifted before they are rotated, so they get the angles of their new positions.
+        k = F.pad(k, (0, 0, 0, 0, self.key_shift, 0))[:, : k.size(1)]  # pads dims (D, H, T)
         q = self.rotary(q).transpose(1, 2)
         k = self.rotary(k).transpose(1, 2)
         y = attend(q, k, v.transpose(1, 2), mask)
@@ -755,28 +411,27 @@ def init_uniform(layer):
     nn.init.uniform_(layer.weight, -bound, bound)
 
 
-def attend(q, k, v, mask, scale=0.12):
+def attend(q, k, v, mask):
     """Return attention (B, H, T, D) of queries to keys, all (B, H, T, D).
 
     mask: None to attend to the whole sequence, or a result of attention_mask.
     """
-    if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    if isinstance(mask, torch.Tensor):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return flex_attention(q, k, v, block_mask=mask, scale=scale)
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, scale=ATTENTION_SCALE)
+    causal = mask is None
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=ATTENTION_SCALE)
 
 
-def attention_mask(documents, window):
-    """Return a mask: each token sees itself and the earlier tokens of its document in a window.
+def attention_mask(documents, window_blocks):
+    """Return a mask that lets a token see itself and earlier tokens of its document in a window.
 
-    documents: (B, T), the number of each token's document, ascending. window: scalar tensor; a
-    token sees its own block of BLOCK tokens and the window - 1 blocks before it. Returns a
+    documents: (B, T), the number of each token's document, ascending. window_blocks: scalar
+    tensor; a token sees its own block and the window_blocks - 1 blocks before it. Returns a
     BlockMask on a GPU, if T is a multiple of BLOCK, and otherwise a bool tensor (B, 1, T, T).
     """
 
     def visible(b, h, query, key):
-        near = query // BLOCK < key // BLOCK + window
+        near = query // BLOCK < key // BLOCK + window_blocks
         return (key <= query) & near & (documents[b, query] == documents[b, key])
 
     B, T = documents.shape
@@ -784,14 +439,17 @@ def attention_mask(documents, window):
     if device.type == "cpu" or T % BLOCK != 0:
         sequence = torch.arange(B, device=device)[:, None, None]
         position = torch.arange(T, device=device)
-        return visible(sequence, 0, position[:, None], position)[:, None]
+        return visible(sequence, 0, position[:, None], position)[:, None]  # from (B, T, T)
     block = torch.arange(T // BLOCK, device=device)
-    distance = block[:, None] - block
+    distance = block[:, None] - block  # (queries, keys), in blocks
+    # Documents ascend, so a block shares a document with an earlier block if and only if its first
+    # document is at most the earlier block's last one.
     first_document, last_document = documents[:, ::BLOCK], documents[:, BLOCK - 1 :: BLOCK]
     shared = first_document[:, :, None] <= last_document[:, None]  # (B, queries, keys)
-    seen = shared & (distance >= 0) & (distance < window)
+    seen = shared & (distance >= 0) & (distance < window_blocks)
     counts = seen.sum(-1, dtype=torch.int32)
-    indices = seen.int().argsort(dim=-1, descending=True, stable=True).int()  # seen ones first
+    # A stable sort puts the indices of the seen blocks first, as BlockMask expects.
+    indices = seen.int().argsort(dim=-1, descending=True, stable=True).int()
     return BlockMask.from_kv_blocks(
         counts[:, None], indices[:, None], BLOCK_SIZE=BLOCK, mask_mod=visible
     )
@@ -815,8 +473,9 @@ class ModernBlock(nn.Module):
 class NgramTable(nn.Module):
     """An embedding table of n-grams, indexed by hashes of the last 2, 3, ... max_ngram tokens.
 
-    The rows found for a position are summed. The gradient is sparse. While gradients are enabled,
-    n-grams are dropped with probability `dropout`, and the others are scaled up to compensate.
+    The rows found for a position are summed; n-grams with equal hashes share a row. While gradients
+    are enabled, n-grams are dropped with probability `dropout`, and the others are scaled up to
+    compensate. The gradient is sparse, except in a compiled model.
     """
 
     def __init__(self, args):
@@ -824,72 +483,56 @@ class NgramTable(nn.Module):
         self.max_ngram = args.max_ngram
         self.dropout = args.ngram_dropout
         self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd))
-        # torch.compile does not support sparse gradients.
-        self.forward = torch.compiler.disable(self.forward)
-
-    def __getstate__(self):  # the wrapped method is bound to this table, so a copy gets its own
-        state = super().__getstate__()
-        del state["forward"]
-        return state
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self.forward = torch.compiler.disable(self.forward)
 
     def forward(self, inputs):  # (B, T) to (B, T, C)
         hashes = inputs
         ngrams = []
         for distance in range(1, self.max_ngram):
-            # The tokens `distance` positions earlier; sequences are padded on the left with zeros.
+            # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
-            hashes = hashes * 1000003 + earlier + 1  # int64 wraps around
+            hashes = hashes * 1000003 + earlier + 1  # wraps around; + 1: zeros count, too
             ngrams.append(hashes)
         ngrams = torch.stack(ngrams, dim=-1)  # (B, T, max_ngram - 1)
-        rows = (ngrams % len(self.weight)).flatten(0, 1)
         scale = None
         if self.dropout and torch.is_grad_enabled():
-            kept = self.survives_dropout(ngrams, inputs).flatten(0, 1)
-            scale = kept / (1 - self.dropout)
+            scale = self.survives_dropout(ngrams, inputs).flatten(0, 1) / (1 - self.dropout)
+        rows = (ngrams % len(self.weight)).flatten(0, 1)
+        sparse = not torch.compiler.is_compiling()  # the compiler has no sparse gradients
         total = F.embedding_bag(
-            rows, self.weight, mode="sum", sparse=True, per_sample_weights=scale
+            rows, self.weight, mode="sum", sparse=sparse, per_sample_weights=scale
         )
         return total.unflatten(0, inputs.shape)
 
     def survives_dropout(self, ngrams, inputs):
-        """Return a mask of the n-grams that dropout keeps, shaped like `ngrams`.
+        """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
 
-        ngrams: (B, T, max_ngram - 1) hashes. The mask is a hash of the n-gram and of a salt, the
-        sum of its sequence's tokens. Unlike random numbers, it depends on neither the number of
-        ranks nor earlier batches. All copies of an n-gram in a sequence are kept, or all are
-        dropped. The salt also depends on later tokens, but the model cannot recover them from the
-        mask.
+        ngrams: hashes, of the same shape. The mask is a hash, too: of the n-gram and of the sum of
+        its sequence's tokens. Unlike random numbers, it depends neither on the number of ranks nor
+        on earlier batches. Within a sequence, all copies of an n-gram are kept or all are dropped.
         """
         salt = 2 * inputs.sum(1)[:, None, None] + 1  # odd, so that no bits of the n-gram are lost
-        # Multiplicative hashing: an int64 product wraps around, and its highest bits are mixed
+        # Multiplicative hashing: the int64 product wraps around, and its highest bits are mixed
         # best. The multiplier is that of Knuth's MMIX generator.
         product = ngrams * salt * 6364136223846793005
         random = product >> 44  # the highest 20 of 64 bits, as a number in [-2**19, 2**19)
-        # The lowest of these numbers are dropped; `dropout` is their fraction.
-        return random >= (self.dropout - 0.5) * 2**20
+        return random >= (self.dropout - 0.5) * 2**20  # true for a fraction 1 - dropout of them
 
 
 class ModernGPT(nn.Module):
     """A GPT with what records 8 to 21 added: other embeddings, skips, masks, and an untied head.
 
     Every layer mixes the embedding, x0, into its input. Each layer in the second half also adds the
-    output of its mirror image in the first half, so the last layer adds that of the first.
-    wte, value_tables, activations and matmuls have the given dtype; other weights are float32.
+    output of its mirror image in the first half, so the last layer adds the output of the first.
+    wte, value_tables and activations use `dtype`; other weights are float32.
     Source: record 21 (January 2025) of https://github.com/KellerJordan/modded-nanogpt
     """
-
-    LOGIT_SOFTCAP = 15.0
 
     def __init__(self, args, dtype=torch.float32):
         super().__init__()
         V, C, layers = args.vocab_size, args.n_embd, args.n_layer
         self.dtype = dtype
         self.wte = nn.Embedding(V, C, dtype=dtype)  # normal(0, 1)
-        self.ngrams = NgramTable(args) if args.max_ngram > 1 else None
+        self.ngrams = NgramTable(args) if args.max_ngram else None
         self.value_tables = nn.ModuleList(
             nn.Embedding(V, C, dtype=dtype) for _ in range(args.value_embeddings)
         )
@@ -899,12 +542,12 @@ class ModernGPT(nn.Module):
         nn.init.zeros_(self.lm_head.weight)
         self.document_token = args.document_token
         self.has_window = args.window > 0
-        window = torch.tensor(window_at(1.0, args) // BLOCK)
-        self.register_buffer("window", window, persistent=False)  # in blocks; the schedule sets it
+        # The schedule changes this buffer. Changing a Python number would recompile the model.
+        window_blocks = torch.tensor(window_at(args.num_iterations, args))
+        self.register_buffer("window_blocks", window_blocks, persistent=False)
 
     def forward(self, inputs, targets=None):
         """Return the loss or logits, with arguments and results as in GPT."""
-        # The n-gram table is not compiled. Looking it up first leaves the rest in one graph.
         ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs)
         x0 = (norm(self.wte(inputs)) + ngrams).to(self.dtype)  # (B, T, C)
         layers = len(self.h)
@@ -913,18 +556,18 @@ class ModernGPT(nn.Module):
         long = short = None
         if self.has_window:
             documents = (inputs == self.document_token).cumsum(1)
-            long = attention_mask(documents, self.window)
-            short = attention_mask(documents, (self.window // 2).clamp(min=1))
+            long = attention_mask(documents, self.window_blocks)
+            short = attention_mask(documents, (self.window_blocks // 2).clamp(min=1))
         x, outputs = x0, []
         for layer, block in enumerate(self.h):
             mirror = layers - 1 - layer
             if layer > mirror:
                 x = x + self.skip_weights[mirror] * outputs[mirror]
-            # Layers 0, 4, 8, ... have the long window, counted from the first or the last layer.
+            # Every fourth layer has the long window, counted from the nearer end.
             mask = long if min(layer, mirror) % 4 == 0 else short
             x = block(x, x0, values[layer], mask)
             outputs.append(x)
-        return loss_or_logits(norm(x), self.lm_head.weight, targets, self.LOGIT_SOFTCAP)
+        return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
 
 
 def build_model(args, dtype):
@@ -932,57 +575,53 @@ def build_model(args, dtype):
     return GPT(args, dtype) if args.model == "gpt2" else ModernGPT(args, dtype)
 
 
-# ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist -
+# ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist --
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     """Orthogonalize G = U S V^T with five Newton-Schulz iterations: return approximately U V^T.
 
-    G: (M, N) or (K, M, N), of any float dtype; it is not modified. For norms below 1e-6, the
-    result's singular values fall short of 1. dtype: dtype of the matmuls. Returns a bfloat16
-    tensor of the same shape, because Muon sends it to other ranks. Raises ValueError if G is not
-    2-D or 3-D. Source: https://kellerjordan.github.io/posts/muon/
+    G: (M, N) or (K, M, N), of any float dtype; it is not modified. dtype: dtype of the matmuls.
+    Returns bfloat16, because Muon sends it to other ranks. For norms below 1e-6, the result's
+    singular values fall short of 1. Raises ValueError if G is not 2-D or 3-D.
+    Source: https://kellerjordan.github.io/posts/muon/
 
-    With A = X X^T and B = bA + cA^2, an iteration is
+    With R = X X^T and Z = b R + c R^2, an iteration replaces X by (a I + Z) X. It maps each
+    singular value s to a s + b s^3 + c s^5, which quickly raises small ones; after five iterations,
+    all but the smallest lie between 0.7 and 1.2.
 
-        next X = aX + BX = (aI + B) X
-        next A = (aI + B) A (aI + B)
-
-    It maps each singular value s to as + bs^3 + cs^5, so that small ones grow quickly. After five
-    iterations, all but the smallest lie between 0.7 and 1.2. For a tall G, read X^T for X.
-
-    The second formula makes it possible to compose iterations: with P, the product of their factors
-    aI + B, X is multiplied only once, by P. All other products are of size (m, m), where m is the
-    shorter side. Composing pays if the longer side is at least 2m. Composing all five iterations
-    would lose too much precision in bfloat16, so the first two are composed, and the last three.
+    The next R is (a I + Z) R (a I + Z). For matrices that are at least twice as long as wide, it is
+    therefore cheaper to iterate on the small R alone, accumulate the factors in Q, and multiply X
+    only once, by Q. In bfloat16, R drifts away from X X^T, so after two iterations it is computed
+    anew from Q X. This is Gram Newton-Schulz: https://dao-lab.ai/blog/2026/gram-newton-schulz
     """
     if G.ndim not in (2, 3):
         raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix or a stack of matrices")
     a, b, c = 3.4445, -4.7750, 2.0315
-    # multiply_add(Z, X, Y, beta, alpha) returns beta Z + alpha X Y.
-    multiply_add = torch.addmm if G.ndim == 2 else torch.baddbmm
-    # The Frobenius norm is computed in float64, because squaring 1e30 overflows float32. It is
-    # faster to take the norms of the rows first.
-    row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=torch.float64)
-    frobenius = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
-    # Without this cast, the division would be done in float64.
-    wider_dtype = torch.promote_types(G.dtype, dtype)
-    X = (G / (frobenius + 1e-7).to(wider_dtype)).to(dtype)
+    addmm = torch.addmm if G.ndim == 2 else torch.baddbmm  # addmm(C, A, B) = beta C + alpha A B
     tall = G.size(-2) > G.size(-1)
-    m, n = sorted(G.shape[-2:])
-    identity = torch.eye(m, dtype=dtype, device=G.device)
-    for iterations in (2, 3) if n >= 2 * m else (1, 1, 1, 1, 1):
-        A = X.mT @ X if tall else X @ X.mT  # (m, m)
-        B = multiply_add(A, A, A, beta=b, alpha=c)
-        if iterations == 1:
-            X = multiply_add(X, X, B, beta=a) if tall else multiply_add(X, B, X, beta=a)
-            continue
-        P = torch.add(B, identity, alpha=a)
-        for _ in range(iterations - 1):
-            A = multiply_add(A, B, A, beta=a)  # (aI + B) A
-            A = multiply_add(A, A, B, beta=a)  # (aI + B) A (aI + B)
-            B = multiply_add(A, A, A, beta=b, alpha=c)
-            P = multiply_add(P, B, P, beta=a)  # (aI + B) P
-        X = X @ P.mT if tall else P @ X
-    return X.bfloat16()
+    X = G.mT.float() if tall else G.float()  # (m, n) with m <= n, or a stack
+    # The largest entry is factored out of the norm, because squares overflow float32 above 1e19.
+    largest = X.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=1e-30)
+    frobenius_norm = largest * torch.linalg.vector_norm(X / largest, dim=(-2, -1), keepdim=True)
+    X = (X / (frobenius_norm + 1e-7)).to(dtype)
+    m, n = X.shape[-2:]
+    if n < 2 * m:
+        for _ in range(5):
+            R = X @ X.mT
+            Z = addmm(R, R, R, beta=b, alpha=c)  # b R + c R^2
+            X = addmm(X, Z, X, beta=a)  # (a I + Z) X
+    else:
+        identity = torch.eye(m, dtype=dtype, device=G.device)
+        for iterations in (2, 3):  # five in all
+            R = X @ X.mT
+            Z = addmm(R, R, R, beta=b, alpha=c)
+            Q = Z + a * identity  # the factor of the first iteration
+            for _ in range(iterations - 1):
+                R = addmm(R, R, Z, beta=a)  # R (a I + Z)
+                R = addmm(R, Z, R, beta=a)  # (a I + Z) R (a I + Z)
+                Z = addmm(R, R, R, beta=b, alpha=c)
+                Q = addmm(Q, Z, Q, beta=a)  # (a I + Z) Q
+            X = Q @ X
+    return (X.mT if tall else X).bfloat16()
 
 
 class Muon(torch.optim.Optimizer):
@@ -992,34 +631,38 @@ class Muon(torch.optim.Optimizer):
     which alone keeps its momentum and computes its update. All ranks apply the update. Small
     matrices of the same shape are processed together (see stacks_of).
 
-    params: parameters with at least two dimensions; shape (M, ...) is flattened to (M, N). Their
-    gradients must already be summed or averaged over the ranks. Each parameter must have a gradient
-    on all ranks or on none. lr: RMS change of an entry per step. momentum: if it changes, all
-    parameters need gradients in the next step, since a buffer is rescaled only then. dtype: used
-    for the matmuls. Raises ValueError if a parameter or a value is invalid.
+    params: parameters with at least two dimensions; shape (M, ...) is flattened to (M, N). Each
+    must have a gradient on all ranks or on none, summed or averaged over the ranks (see step). lr:
+    RMS change of an entry per step. rank, world_size: place of this process in process_group, whose
+    default is that of PyTorch. dtype: of the matmuls; float16 is more precise than bfloat16, but
+    slow on CPUs. Raises ValueError if a parameter or a value is invalid.
 
-    Updates are scaled by sqrt(max(M, N)). torch.optim.Muon scales them differently:
+    Updates are scaled by sqrt(max(M, N)). To convert from torch.optim.Muon, with one param group
+    for each number of columns N if adjust_lr_fn is "original":
 
-        adjust_lr_fn of torch.optim.Muon    the same lr here
-        "match_rms_adamw"                   0.2 * lr
-        "original"                          lr / sqrt(N)
-
-    Both optimizers shrink weights by lr * weight_decay per step, so also multiply weight_decay by
-    old lr / new lr.
+        adjust_lr_fn         lr here          weight_decay here
+        "match_rms_adamw"    0.2 * lr         weight_decay / 0.2
+        "original"           lr / sqrt(N)     weight_decay * sqrt(N)
     """
 
     def __init__(
-        self, params, lr, momentum=0.95, weight_decay=0, rank=0, world_size=1, dtype=torch.bfloat16
+        self,
+        params,
+        lr,
+        momentum=0.95,
+        weight_decay=0,
+        rank=0,
+        world_size=1,
+        process_group=None,
+        dtype=torch.bfloat16,
     ):
         if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0):
-            raise ValueError(
-                f"lr={lr}, momentum={momentum} and weight_decay={weight_decay} must be at least 0, "
-                f"and momentum less than 1"
-            )
+            raise ValueError("lr, momentum, weight_decay must be at least 0, and momentum below 1")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be between 0 and world_size - 1 = {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
+        self.process_group = process_group
         self.dtype = dtype
         self.owner = {}  # the rank that owns each parameter
         self.loads = [0] * world_size  # cost of each rank's matrices
@@ -1039,59 +682,57 @@ class Muon(torch.optim.Optimizer):
                 self.loads[rank] += matrix_cost(p)
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """Collective: update all parameters in place; return the closure's loss, if given."""
+    def step(self, closure=None, gradient_sums=None):
+        """Collective: update all parameters in place; return the closure's loss, if given.
+
+        gradient_sums: {parameter: work}, if all-reduces of the gradients may still be running. Each
+        is waited for only when its gradient is needed, so it overlaps with the updates before it.
+        """
+        gradient_sums = gradient_sums or {}
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            stacks = []
-            # Stacks are formed from all parameters, as they were when the owners were assigned.
-            for stack in stacks_of(group["params"]):
-                stack = [p for p in stack if p.grad is not None]
-                if stack:
-                    stacks.append(stack)
-            # The momentum buffer m is a sum of gradients g: m = decay * m + g. The average that
-            # corresponds to it is a = (1 - momentum) * m. When the momentum has changed, m is
-            # rescaled, so that a = momentum * a + (1 - momentum) * g still holds.
-            last_momentum = group.get("last_momentum", group["momentum"])
-            rescale = (1 - last_momentum) / (1 - group["momentum"])  # exactly 1 if it is constant
-            group["decay"] = group["momentum"] * rescale
-            group["last_momentum"] = group["momentum"]
-            pending = []
-            # A bucket holds about one stack of each rank, since ownership balances the load.
+            # The same stacks as in add_param_group, minus parameters without gradients.
+            stacks = stacks_of(group["params"])
+            stacks = [[p for p in stack if p.grad is not None] for stack in stacks]
+            stacks = [stack for stack in stacks if stack]
+            # Neighbouring stacks usually belong to different ranks, so the ranks compute a bucket
+            # of them in parallel. Its all-reduce runs while they compute the next one.
+            buckets = []
             for first in range(0, len(stacks), self.world_size):
                 bucket = stacks[first : first + self.world_size]
-                pending.append(self.start_updates(bucket, group))
-                if self.world_size == 1 or len(pending) > 2:  # two all-reduces stay in flight
-                    self.finish_updates(pending.pop(0), group)
-            for updates in pending:
-                self.finish_updates(updates, group)
+                for p in [p for stack in bucket for p in stack]:
+                    if p in gradient_sums:
+                        gradient_sums[p].wait()
+                buckets.append(self.start_updates(bucket, group))
+            for bucket in buckets:
+                self.finish_updates(bucket, group)
         return loss
 
-    def start_updates(self, bucket, group):
-        """Compute this rank's updates for a bucket of stacks and start sending them to all ranks.
+    def start_updates(self, stacks, group):
+        """Compute this rank's updates of some stacks and start sending them to all ranks.
 
-        Return (bucket, slots, work). slots: a bfloat16 tensor per stack, valid once work is done.
+        Return (stacks, slots, work). slots: a bfloat16 tensor per stack, valid once work is done.
         """
-        sizes = [sum(p.numel() for p in stack) for stack in bucket]
-        buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=bucket[0][0].device)
+        sizes = [sum(p.numel() for p in stack) for stack in stacks]
+        buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=stacks[0][0].device)
         slots = buffer.split(sizes)  # slots of other ranks stay 0, so the sum over ranks is exact
-        for stack, slot in zip(bucket, slots):
+        for stack, slot in zip(stacks, slots):
             if self.owner[stack[0]] == self.rank:
                 slot.copy_(self.orthogonalized_momenta(stack, group).flatten())
         work = None
         if self.world_size > 1:
-            work = dist.all_reduce(buffer, async_op=True)
-        return bucket, slots, work
+            work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+        return stacks, slots, work
 
-    def finish_updates(self, updates, group):
+    def finish_updates(self, bucket, group):
         """Wait for what start_updates returned and apply it to the parameters."""
-        bucket, slots, work = updates
+        stacks, slots, work = bucket
         if work is not None:
             work.wait()
-        for stack, slot in zip(bucket, slots):
+        for stack, slot in zip(stacks, slots):
             for p, update in zip(stack, slot.chunk(len(stack))):
                 if group["weight_decay"]:
                     p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -1106,9 +747,9 @@ class Muon(torch.optim.Optimizer):
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momentum = self.state[p]["momentum_buffer"]
-            torch.add(p.grad, momentum, alpha=group["decay"], out=momentum)
+            momentum.lerp_(p.grad, 1 - group["momentum"])  # a moving average of gradients
             # Nesterov: the direction looks one momentum step ahead.
-            torch.add(p.grad, momentum, alpha=group["momentum"], out=direction.view_as(p))
+            direction.view_as(p).copy_(torch.lerp(p.grad, momentum, group["momentum"]))
         if len(stack) == 1:
             directions = directions[0]  # a plain matmul is faster than a batched one
         return zeropower_via_newtonschulz5(directions, self.dtype)
@@ -1128,23 +769,24 @@ class Muon(torch.optim.Optimizer):
             if p in self.state:
                 momentum.copy_(self.state[p]["momentum_buffer"])
             if self.world_size > 1:
-                dist.broadcast(momentum, src=self.owner[p])
+                owner = dist.get_global_rank(self.process_group or dist.group.WORLD, self.owner[p])
+                dist.broadcast(momentum, src=owner, group=self.process_group)
             full["state"][i] = {"momentum_buffer": momentum}
         return full
 
     def __getstate__(self):
         """Return what pickle and copy.deepcopy need, including the attributes of this class."""
-        own = ("rank", "world_size", "dtype", "owner", "loads")
+        own = ("rank", "world_size", "process_group", "dtype", "owner", "loads")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
 
 def matrix_cost(p):
     """Return the number of multiplications that zeropower_via_newtonschulz5 needs for a matrix."""
     m, n = sorted(p.flatten(1).shape)
-    if n >= 2 * m:  # composed: two products of X with itself and two with P; A, B and P 14 times
-        return m * m * (4 * n + 14 * m)
-    # in each of five iterations: a product of X with itself, one of A, and one of B with X
-    return 5 * m * m * (n + m + n)
+    if n < 2 * m:  # five iterations with three products each: R, Z and X
+        return 5 * m * m * (n + m + n)
+    # R and X twice each; then Z five times, R six times and Q three times
+    return m * m * (4 * n + 14 * m)
 
 
 def stacks_of(params):
@@ -1158,7 +800,7 @@ def stacks_of(params):
     # Sorting by shape as well brings matrices of one shape together. The sort is stable, so
     # matrices of the same shape keep the order of params.
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
-        max_size = min(8, 2**20 // p.numel())
+        max_size = max(1, min(8, 2**20 // p.numel()))
         if stacks and stacks[-1][0].shape == p.shape and len(stacks[-1]) < max_size:
             stacks[-1].append(p)
         else:
@@ -1171,7 +813,7 @@ def params_of(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-# ---- Data: shards of tokens, read as one stream -------------------------------------------------
+# ---- Data: shards of tokens, read as one stream --------------------------------------------------
 # A shard is a header of 256 int32 values (magic number 20240520, version 1, number of tokens,
 # zeros), then the tokens as uint16.
 HEADER_BYTES = 1024
@@ -1179,57 +821,38 @@ HEADER_BYTES = 1024
 
 def shard_size(path):
     """Return the number of tokens in a shard. Raises UserError unless it is a complete shard."""
-    is_file = os.path.isfile(path)  # a named pipe is not, and reading it would block
-    require(is_file, f"{path} is not a file: download or pack the data again")
+    if not os.path.isfile(path):  # a named pipe, for example, would block
+        raise UserError(f"{path} is not a file: download or pack the data again")
     header = np.fromfile(path, "<i4", HEADER_BYTES // 4).tolist()
     tokens, odd_bytes = divmod(os.path.getsize(path) - HEADER_BYTES, 2)
     expected = [20240520, 1, tokens] + [0] * (HEADER_BYTES // 4 - 3)
-    complete = tokens > 0 and odd_bytes == 0 and header == expected
-    require(complete, f"{path} is not a complete shard of tokens: download or pack it again")
+    if tokens <= 0 or odd_bytes or header != expected:
+        raise UserError(f"{path} is not a complete shard of tokens: download or pack it again")
     return tokens
 
 
 def file_version(path):
     """Return values that change when a file is replaced or modified."""
     status = os.stat(path)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class TokenStream:
     """The tokens of all shards that match a glob, laid end to end in name order, and repeated.
 
-    contents identifies the tokens: it holds the size and a checksum of each shard. Raises UserError
-    if a shard is missing, incomplete, listed twice or changed, or if it holds a token outside the
-    vocabulary, and OSError if a shard cannot be read.
+    Raises UserError if a shard is missing, incomplete or changed while in use, or if it holds a
+    token outside the vocabulary.
     """
 
     def __init__(self, pattern, vocab_size):
-        self.pattern = pattern
         self.vocab_size = vocab_size
-        self.encoding = read_manifest(pattern).get("encoding")  # None if there is no manifest
         self.paths = sorted(glob.glob(pattern))
-        require(self.paths, f"no file matches {pattern!r}: run data/fineweb.py or data/pack.py")
-        for folder in {Path(path).parent for path in self.paths}:
-            packing = (folder / ".pack").exists()  # there while data/pack.py replaces shards
-            require(not packing, f"{folder} is being packed, or packing stopped: pack it again")
+        if not self.paths:
+            raise UserError(f"no file matches {pattern!r}: run data/fineweb.py or data/pack.py")
         self.sizes = [shard_size(path) for path in self.paths]
+        self.versions = [file_version(path) for path in self.paths]
         self.ends = np.cumsum(self.sizes).tolist()  # positions in the stream
         self.total_tokens = self.ends[-1]
-        self.versions = [file_version(path) for path in self.paths]
-        self.contents = [(size, self.checksum(i)) for i, size in enumerate(self.sizes)]
-        distinct = len(set(self.contents)) == len(self.contents)
-        require(distinct, f"{pattern!r} matches a shard and a copy of it: remove one")
-
-    def checksum(self, shard):
-        """Return the crc32 of a shard's tokens; of a large shard, only of 128 parts of it."""
-        part_size = 2**16
-        size = self.sizes[shard]
-        start = self.ends[shard] - size
-        checksum = 0
-        for offset in range(0, size, max(part_size, size // 128)):
-            part = self.read(start + offset, min(part_size, size - offset))
-            checksum = zlib.crc32(part, checksum)
-        return checksum
 
     def read(self, start, count):
         """Return `count` tokens (uint16) from position `start` of the repeated stream."""
@@ -1238,35 +861,37 @@ class TokenStream:
             start %= self.total_tokens
             shard = bisect.bisect_right(self.ends, start)
             path = self.paths[shard]
-            unchanged = file_version(path) == self.versions[shard]
-            require(unchanged, f"{path} changed while in use: restore it and start again")
+            if file_version(path) != self.versions[shard]:
+                raise UserError(f"{path} changed while in use: restore it and start again")
             tokens_left = self.ends[shard] - start
             offset = HEADER_BYTES + 2 * (self.sizes[shard] - tokens_left)
             part = np.fromfile(path, "<u2", min(count, tokens_left), offset=offset)
-            highest = part.max()
-            fix = "use train_files and val_files of the same encoding, or raise --vocab_size"
-            known = highest < self.vocab_size
-            require(known, f"{path} holds token {highest}, but vocab_size={self.vocab_size}: {fix}")
+            if part.max() >= self.vocab_size:
+                raise UserError(
+                    f"{path} holds token {part.max()}, but vocab_size={self.vocab_size}: pack all "
+                    "files with one encoding, or raise --vocab_size"
+                )
             parts.append(part)
             start += len(part)
             count -= len(part)
         return np.concatenate(parts)
 
-
-@functools.lru_cache(2)
-def shuffled_starts(seed, epoch, total_tokens, T):
-    """Return the positions at which the sequences of an epoch start, in random order.
-
-    The sequences follow each other without gaps, from a random position below T on. The last one
-    may wrap around to the start of the stream. total_tokens % T tokens are left out.
-    """
-    generator = np.random.default_rng((seed, epoch))
-    return generator.integers(T) + T * generator.permutation(total_tokens // T)
+    def checksums(self):
+        """Return (size, crc32) of each shard. Large shards are sampled at about 128 places."""
+        part_size = 2**16
+        checksums = []
+        for size, end in zip(self.sizes, self.ends):
+            checksum = 0
+            for offset in range(0, size, max(part_size, size // 128)):
+                part = self.read(end - size + offset, min(part_size, size - offset))
+                checksum = zlib.crc32(part, checksum)
+            checksums.append((size, checksum))
+        return checksums
 
 
 @dataclasses.dataclass
 class DistributedDataLoader:
-    """The training batches. A batch depends only on the step.
+    """The training batches. A batch depends only on the data, the seed and the step.
 
     The global batch of a step is split into world_size equal parts, and rank r takes part r. The
     tokens of a step therefore depend on neither the number of ranks nor the size of micro-batches.
@@ -1280,196 +905,507 @@ class DistributedDataLoader:
     device: torch.device
     shuffle_seed: int | None = None  # None reads the stream in order
 
-    def __post_init__(self):
-        size, ranks = self.batch_size, self.world_size
-        require(size % ranks == 0, f"batch_size={size} must be a multiple of the {ranks} ranks")
-        self.tokens_per_step = self.batch_size * self.T
-
     def batch(self, step):
-        """Return (inputs, targets, hash) of this rank in a step.
-
-        inputs and targets: int64 of shape (batch_size // world_size, T), on device. The sum of the
-        hashes of all ranks and steps, modulo 2**48, identifies the tokens that were trained on.
-        """
+        """Return this rank's (inputs, targets): (batch_size // world_size, T) int64 on device."""
         count = self.batch_size // self.world_size
         first = step * self.batch_size + self.rank * count
-        sequences = self.read_sequences(first, count)
-        batch_hash = 0
-        for number, sequence in enumerate(sequences, first):
-            # A different odd weight per sequence makes the hash depend on their order.
-            batch_hash += (2 * number + 1) * zlib.crc32(sequence)
-        inputs, targets = inputs_and_targets(sequences, self.device)
-        return inputs, targets, batch_hash % 2**48
+        sequences = [self.sequence(number) for number in range(first, first + count)]
+        return inputs_and_targets(np.stack(sequences), self.device)
 
-    def read_sequences(self, first, count):
-        """Return sequences `first` to `first + count - 1` of the run: uint16, (count, T + 1)."""
+    def sequence(self, number):
+        """Return the tokens of a sequence of the run, (T + 1,): the last one is only a target."""
         if self.shuffle_seed is None:
-            tokens = self.stream.read(first * self.T, count * self.T + 1)
-            return np.stack([tokens[self.T * i : self.T * i + self.T + 1] for i in range(count)])
-        sequences = []
-        total_tokens = self.stream.total_tokens
-        for number in range(first, first + count):
-            epoch, index = divmod(number, total_tokens // self.T)
-            starts = shuffled_starts(self.shuffle_seed, epoch, total_tokens, self.T)
-            sequences.append(self.stream.read(starts[index], self.T + 1))
-        return np.stack(sequences)
+            return self.stream.read(number * self.T, self.T + 1)
+        epoch, index = divmod(number, self.stream.total_tokens // self.T)
+        starts = shuffled_starts(self.shuffle_seed, epoch, self.stream.total_tokens, self.T)
+        return self.stream.read(starts[index], self.T + 1)
+
+
+@functools.lru_cache(2)
+def shuffled_starts(seed, epoch, total_tokens, T):
+    """Return the positions at which the sequences of an epoch start, in random order.
+
+    The sequences follow each other without gaps, starting at a random offset below T. The last one
+    may wrap around to the start of the stream. total_tokens % T tokens are left out.
+    """
+    generator = np.random.default_rng((seed, epoch))
+    return generator.integers(T) + T * generator.permutation(total_tokens // T)
 
 
 def inputs_and_targets(sequences, device):
-    """Split tokens of shape (B, T + 1) into two int64 tensors of shape (B, T) on a device."""
+    """Split tokens of shape (B, T + 1) into two int64 tensors of shape (B, T) on a device.
+
+    A copy to a GPU is asynchronous, and ordered with the other work of its stream.
+    """
     inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64, order="C"))
     targets = torch.from_numpy(sequences[:, 1:].astype(np.int64, order="C"))
-    return inputs.to(device), targets.to(device)
+    if device.type == "cuda":
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-def open_data(args, rank, world_size, device):
-    """Return (train_loader, validation_tokens), or raise UserError if the data do not fit args.
-
-    validation_tokens: a uint16 array. Its last token is only a target.
-    """
-    stream = TokenStream(args.train_files, args.vocab_size)
-    T, seed = args.sequence_length, args.seed if args.shuffle else None
-    loader = DistributedDataLoader(stream, args.batch_size, T, rank, world_size, device, seed)
-    max_steps = (stream.total_tokens - 1) // loader.tokens_per_step
-    enough = max_steps >= (1 if args.allow_repeat else args.num_iterations)
-    fix = "add data, or lower --batch_size"
-    if not args.allow_repeat:
-        fix += " or --num_iterations, or pass --allow_repeat=True"
-    require(enough, f"{args.train_files!r} has enough tokens for {max_steps} steps: {fix}")
-    val_stream = TokenStream(args.val_files, args.vocab_size)
-    separate = not set(stream.contents) & set(val_stream.contents)
-    require(separate, "train_files and val_files both match the same shard: they must not overlap")
-    check_encodings(stream.encoding, val_stream.encoding, "val_files")
-    return loader, val_stream.read(0, count_val_tokens(args, val_stream) + 1)
+# ---- Training: schedule, optimizers, one step, one validation, the loop --------------------------
+def lr_scale_at(step, args):
+    """Return the factor of all learning rates: 1, then a linear decay to final_lr."""
+    warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
+    remaining = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
+    return args.final_lr + (1 - args.final_lr) * remaining
 
 
-def check_encodings(encoding, other, name):
-    """Raise UserError if the encoding of the training data and another one are known and differ."""
-    same = None in (encoding, other) or encoding == other
-    require(same, f"train_files have the encoding {encoding}, but {name} {other}: use the same one")
+def momentum_at(step, args):
+    """Return Muon's momentum: it grows linearly from 0.85 at first, and is then constant."""
+    warmup_steps = round(args.muon_warmup_fraction * args.num_iterations)
+    if step >= warmup_steps:
+        return args.muon_momentum
+    first = min(0.85, args.muon_momentum)
+    return first + step / warmup_steps * (args.muon_momentum - first)
 
 
-def count_val_tokens(args, val_stream):
-    """Return the number of tokens to validate on, a multiple of sequence_length."""
-    T = args.sequence_length
-    usable = (val_stream.total_tokens - 1) // T * T
-    where = f"{args.val_files!r}, which holds {val_stream.total_tokens} tokens"
-    require(usable > 0, f"a sequence of {T} tokens and a target do not fit into {where}: add text")
-    if args.val_tokens > 0:
-        fits = args.val_tokens % T == 0 and args.val_tokens <= usable
-        limits = f"a multiple of {T} up to {usable}, for {where}"
-        require(fits, f"val_tokens={args.val_tokens} must be {limits}")
-        return args.val_tokens
-    max_tokens = 2**20
-    if args.val_loss_every:
-        # Validating on n tokens takes as long as training on about n / 3. So 3/8 of the tokens
-        # trained between validations take an eighth of the training time.
-        trained = args.val_loss_every * args.batch_size * T
-        max_tokens = min(max_tokens, 3 * trained // 8)
-    return min(max(T, max_tokens // T * T), usable)
-
-
-# ---- Training: optimizers, one step, one evaluation, the loop -----------------------------------
-class Schedule(NamedTuple):
-    """What changes during training."""
-
-    lr_scale: float  # factor of all learning rates
-    momentum: float  # of Muon
-    window: int  # tokens, a multiple of BLOCK
-
-
-def schedule(step, args):
-    """Return the Schedule of a step.
-
-    Learning rates are constant, then decay linearly to final_lr of their full values. The momentum
-    warms up linearly, and the window grows linearly.
-    """
-    remaining = min(1.0, (args.num_iterations - step) / max(1, args.warmdown_iters))
-    warmup = args.muon_momentum_warmup
-    warmth = step / warmup if step < warmup else 1.0
-    return Schedule(
-        lr_scale=args.final_lr + (1 - args.final_lr) * remaining,
-        momentum=args.muon_momentum - (1 - warmth) * (args.muon_momentum - 0.85),
-        window=window_at(step / args.num_iterations, args),
-    )
-
-
-def window_at(progress, args):
-    """Return the window in tokens when this fraction of the run is done."""
-    return BLOCK * max(1, math.ceil(progress * args.window / BLOCK))
+def window_at(step, args):
+    """Return the attention window in blocks. It grows linearly, from one block."""
+    return max(1, math.ceil(step / args.num_iterations * args.window / BLOCK))
 
 
 def apply_schedule(model, optimizers, step, args):
     """Set learning rates, Muon's momentum and the model's window for a step."""
-    now = schedule(step, args)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            full_lr = group.setdefault("initial_lr", group["lr"])  # set in the first step
-            group["lr"] = full_lr * now.lr_scale
+            group["lr"] = group["initial_lr"] * lr_scale_at(step, args)
             if isinstance(optimizer, Muon):
-                group["momentum"] = now.momentum
+                group["momentum"] = momentum_at(step, args)
     if args.model == "modern":
-        model.window.fill_(now.window // BLOCK)
+        model.window_blocks.fill_(window_at(step, args))
 
 
-def build_optimizers(model, args, rank, world_size):
-    """Return the optimizers of a model: AdamW, Muon, and Adagrad if there is an n-gram table.
-
-    Raises UserError unless every parameter is in exactly one optimizer.
-    """
+def build_optimizers(model, args):
+    """Return the optimizers of a model: Muon, AdamW, and Adagrad if there is an n-gram table."""
     build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
-    optimizers = build(model, args, rank, world_size)
-    each_once = Counter(p for o in optimizers for p in params_of(o)) == Counter(model.parameters())
-    require(each_once, "every parameter of the model must be in exactly one optimizer")
+    ranks = dict(rank=get_rank(), world_size=get_world_size())
+    optimizers = build(model, args, dict(momentum=args.muon_momentum, dtype=model.dtype, **ranks))
+    if Counter(p for o in optimizers for p in params_of(o)) != Counter(model.parameters()):
+        raise UserError("every parameter of the model must be in exactly one optimizer")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]  # apply_schedule scales it
     return optimizers
 
 
-def gpt2_optimizers(model, args, rank, world_size):
+def gpt2_optimizers(model, args, muon_options):
     """Return record 7's optimizers: Muon for the matrices of the blocks, AdamW for the rest."""
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p not in set(matrices)]
+    muon = Muon(matrices, args.muon_learning_rate, **muon_options)
     adamw = torch.optim.AdamW(others, args.learning_rate, (0.9, 0.95), weight_decay=0, fused=True)
-    rate, momentum = args.muon_learning_rate, args.muon_momentum
-    muon = Muon(matrices, rate, momentum, rank=rank, world_size=world_size, dtype=model.dtype)
-    return [adamw, muon]
+    return [muon, adamw]
 
 
-def modern_optimizers(model, args, rank, world_size):
+def modern_optimizers(model, args, muon_options):
     """Return the optimizers of the modern model: record 21's, and Adagrad for the n-gram table."""
+    # Record 21 scales the update of an (M, N) matrix by sqrt(max(1, M / N)), and Muon here by
+    # sqrt(max(M, N)). So the corresponding learning rate is proportional to 1 / sqrt(N): for
+    # mlp.c_proj, with N = 4C, it is half of muon_learning_rate.
+    matrices = [p for p in model.h.parameters() if p.ndim == 2]
+    muon_groups = []
+    for columns in sorted({p.size(1) for p in matrices}):
+        lr = args.muon_learning_rate * (args.n_embd / columns) ** 0.5
+        muon_groups.append(dict(params=[p for p in matrices if p.size(1) == columns], lr=lr))
     embeddings = [*model.wte.parameters(), *model.value_tables.parameters()]
     scalars = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
+    adamw_groups = [
         dict(params=[model.lm_head.weight], lr=args.learning_rate),
         dict(params=embeddings, lr=args.embedding_learning_rate),
         dict(params=scalars, lr=args.scalar_learning_rate),
     ]
-    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0, fused=True)
-    # Record 21 scales the update of an (M, N) matrix by sqrt(max(1, M / N)), and Muon here by
-    # sqrt(max(M, N)). So the rate that corresponds is proportional to 1 / sqrt(N): mlp.c_proj, with
-    # N = 4C, has half of muon_learning_rate.
-    matrices = [p for p in model.h.parameters() if p.ndim == 2]
-    muon_groups = []
-    for columns in sorted({p.size(1) for p in matrices}):
-        rate = args.muon_learning_rate * (args.n_embd / columns) ** 0.5
-        muon_groups.append(dict(params=[p for p in matrices if p.size(1) == columns], lr=rate))
-    rate, momentum = args.muon_learning_rate, args.muon_momentum
-    muon = Muon(muon_groups, rate, momentum, rank=rank, world_size=world_size, dtype=model.dtype)
-    if model.ngrams is None:
-        return [adamw, muon]
-    return [adamw, muon, torch.optim.Adagrad([model.ngrams.weight], args.ngram_learning_rate)]
+    optimizers = [
+        Muon(muon_groups, args.muon_learning_rate, **muon_options),
+        torch.optim.AdamW(adamw_groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0, fused=True),
+    ]
+    if model.ngrams is not None:
+        optimizers.append(torch.optim.Adagrad([model.ngrams.weight], args.ngram_learning_rate))
+    return optimizers
+
+
+def micro_batches(inputs, targets, size):
+    """Yield (inputs, targets, rows): `size` sequences at a time, of which the first `rows` count.
+
+    inputs, targets: (B, T) int64. Another shape would recompile the model, so the last micro-batch
+    is padded with sequences whose targets are ignored.
+    """
+    for x, y in zip(inputs.split(size), targets.split(size)):
+        padding = (0, 0, 0, size - len(x))  # of dims (T, B)
+        yield F.pad(x, padding), F.pad(y, padding, value=-1), len(x)
+
+
+def train_step(run, inputs, targets):
+    """Collective: do one optimizer step. Return [mean loss, ranks that must stop], on the device.
+
+    inputs, targets: (B, T) int64, this rank's part of the batch. On a GPU, this only launches the
+    work: nothing here waits for the device.
+    """
+    sequences = len(inputs) * get_world_size()
+    loss = 0.0
+    for x, y, rows in micro_batches(inputs, targets, run.micro_batch):
+        # With this scaling, sums over micro-batches and ranks are means.
+        micro_loss = run.model(x, y) * (rows / sequences)
+        micro_loss.backward()
+        loss += micro_loss.detach()
+    sums = start_gradient_sums(run.optimizers)
+    for optimizer in run.optimizers:
+        if isinstance(optimizer, Muon):
+            optimizer.step(gradient_sums=sums)
+        else:
+            for work in sums.values():
+                work.wait()
+            optimizer.step()
+        optimizer.zero_grad()
+    must_stop = torch.full_like(loss, run.stop.requested)  # filled on the device, without a copy
+    return sum_over_ranks(torch.stack([loss, must_stop]))
+
+
+@torch.no_grad()
+def evaluate(run):
+    """Collective: return the mean loss on the validation tokens, the same on all ranks."""
+    total = torch.zeros((), dtype=torch.float64, device=run.device)
+    inputs, targets = inputs_and_targets(run.validation, run.device)
+    for x, y, rows in micro_batches(inputs, targets, run.micro_batch):
+        total += run.model(x, y).double() * rows
+    sequences = run.args.val_tokens // run.args.sequence_length
+    return sum_over_ranks(total).item() / sequences
+
+
+def validate(run):
+    """Collective: set run.val_loss and log it. Keep the weights if they are the best so far."""
+    with run.log.timed("validation"):
+        run.val_loss = evaluate(run)
+        check_weights_agree(run.model)
+    lr = run.args.learning_rate * lr_scale_at(run.step, run.args)
+    run.log.progress(run.step, f"val_loss:{run.val_loss:.4f}", f" lr:{lr:.3g}")
+    # A run that repeats its data may overfit, so it also keeps its best weights.
+    is_best = run.repeats_data and run.val_loss < run.best_loss
+    if is_best and save(run, "best.pt"):
+        run.best_loss = run.val_loss
+
+
+def train(run):
+    """Collective: train up to the last step, or until a rank must stop; validate on the way.
+
+    A GPU is never left waiting: while it computes a step, the host reads the next batch, launches
+    the next step, and only then reads the loss. On a CPU, train_step has finished the step when it
+    returns, so its loss is read at once.
+    """
+    args, first_step = run.args, run.step
+    reports = deque()  # of the launched steps whose losses have not been read
+    batch = run.train_loader.batch(run.step)
+    while run.step < args.num_iterations:
+        must_validate = args.val_loss_every and run.step % args.val_loss_every == 0
+        must_save = args.save_every and run.step % args.save_every == 0 and run.step > first_step
+        if must_validate or must_save:
+            read_reports(run, reports)
+        if run.stopped:
+            break
+        apply_schedule(run.model, run.optimizers, run.step, args)
+        if must_validate:
+            validate(run)
+        if must_save:
+            save_checkpoint(run)
+        report = train_step(run, *batch)
+        run.step += 1
+        reports.append((run.step, *start_copy_to_host(report)))
+        if run.step < args.num_iterations:
+            batch = run.train_loader.batch(run.step)
+        read_reports(run, reports, leave=run.unread_steps)
+    read_reports(run, reports)
+    if not run.stopped:
+        apply_schedule(run.model, run.optimizers, run.step, args)
+        validate(run)
+
+
+def read_reports(run, reports, leave=0):
+    """Log the losses of launched steps until only `leave` are unread, and set run.stopped.
+
+    reports: (step, result of train_step, event) of each.
+    """
+    while len(reports) > leave:
+        step, report, event = reports.popleft()
+        if event is not None:
+            event.synchronize()
+        loss, ranks_that_must_stop = report.tolist()
+        run.stopped |= ranks_that_must_stop > 0
+        run.log.train_loss(step, loss)
+        # A non-finite gradient of a finite loss is not noticed here, but in the next loss.
+        if not math.isfinite(loss):
+            raise UserError(f"train_loss is {loss} at step {step}: lower the learning rates")
+
+
+# ---- Main: from settings to a result -------------------------------------------------------------
+@dataclasses.dataclass
+class Run:
+    """A run: what it trains, and how far it has come."""
+
+    args: Hyperparameters
+    device: torch.device
+    model: nn.Module  # GPT or ModernGPT
+    optimizers: list
+    train_loader: DistributedDataLoader
+    validation: np.ndarray  # this rank's sequences, (sequences, T + 1) uint16
+    facts: dict  # what must be the same when the run is resumed
+    log: "Log"
+    stop: "StopRequest"
+    lock: object = None  # the open file that reserves the folder, on rank 0
+    step: int = 0  # number of optimizer steps done
+    stopped: bool = False  # a rank has asked all ranks to stop
+    val_loss: float = math.nan  # of the last validation
+    best_loss: float = math.inf  # validation loss of the weights in best.pt
+
+    def __post_init__(self):
+        self.folder = Path(self.args.log_dir, self.args.run_id)
+        # As few micro-batches as device_batch_size allows, with sizes as equal as possible.
+        sequences = self.args.batch_size // get_world_size()
+        passes = math.ceil(sequences / self.args.device_batch_size)
+        self.micro_batch = math.ceil(sequences / passes)
+        self.unread_steps = 1 if self.device.type == "cuda" else 0  # how far the host runs ahead
+        self.tokens = self.args.num_iterations * self.args.batch_size * self.args.sequence_length
+        self.repeats_data = self.tokens > self.train_loader.stream.total_tokens
+
+
+def set_up(args, stop):
+    """Collective: return the Run that args describe, at step 0. It writes no file."""
+    device = join_ranks(args)
+    configure_backend(args, device)
+    train_loader, validation, val_tokens, data_facts = open_data(args, device)
+    run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
+    run_id = from_rank_0(run_id)
+    dtype = choose_dtype(args, device)
+    args = dataclasses.replace(args, dtype=dtype, run_id=run_id, val_tokens=val_tokens)
+    facts = settings_with_role(args, "architecture", "training", "growing") | data_facts
+    versions = dict(torch=torch.__version__, source=digest(SOURCE))
+    check_ranks_agree(vars(args) | facts | versions, "start all ranks in the same way")
+    torch.manual_seed(args.seed)
+    model = build_model(args, getattr(torch, dtype)).to(device)
+    optimizers = build_optimizers(model, args)
+    return Run(args, device, model, optimizers, train_loader, validation, facts, Log(args), stop)
+
+
+def main(args, stop=None):
+    """Train a GPT as configured by args; return the last validation loss.
+
+    stop: a StopRequest, obeyed after each step. Returns None if it stopped the run, or if the run
+    had already finished.
+    """
+    run = set_up(args, stop or StopRequest())
+    checkpoint = claim_folder(run) if get_rank() == 0 else None
+    checkpoint = from_rank_0(checkpoint)
+    if checkpoint is None:
+        run.log(f"{run.folder} holds the result of this run; nothing to do")
+        leave_ranks()
+        return None
+    origin = restore(run, checkpoint)
+    log_header(run)
+    run.log(origin)
+    if args.compile:
+        run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
+        with run.log.timed("compile"):
+            compile_model(run)
+    with run.log.timed("train"), run.log.progress_bar(run.step):
+        train(run)
+    if run.stopped:
+        save_and_stop(run)
+    else:
+        finish(run)
+    leave_ranks()
+    return None if run.stopped else run.val_loss
+
+
+# ---- Machinery: command line ---------------------------------------------------------------------
+def check_settings(args):
+    """Raise UserError unless the settings have the right types and ranges, and fit each other."""
+    positive = {
+        "vocab_size", "n_layer", "n_head", "n_embd", "ngram_rows", "batch_size", "sequence_length",
+        "num_iterations", "keep_checkpoints", "device_batch_size", "comm_timeout",
+    }  # fmt: skip
+    for field in dataclasses.fields(args):
+        name, value, choices = field.name, getattr(args, field.name), get_args(field.type)
+        if choices and value not in choices:
+            raise UserError(f"{name}={value!r} must be one of {', '.join(choices)}")
+        types = (int, float) if field.type is float else field.type
+        if not choices and not isinstance(value, types):
+            raise UserError(f"{name}={value!r} must be of type {field.type.__name__}")
+        if field.type in (int, float):
+            low = 1 if name in positive else min(0, field.default)  # no_attention may be -1
+            if not low <= value < math.inf:
+                raise UserError(f"{name}={value!r} must be finite and at least {low}")
+        if field.metadata.get("modern") and args.model != "modern" and value != field.default:
+            raise UserError(f"{name} can only be set with --model=modern")
+    for name in ("muon_warmup_fraction", "warmdown_fraction", "final_lr"):
+        if getattr(args, name) > 1:
+            raise UserError(f"{name}={getattr(args, name)} must be at most 1")
+    for name in ("muon_momentum", "ngram_dropout"):
+        if getattr(args, name) >= 1:
+            raise UserError(f"{name}={getattr(args, name)} must be less than 1")
+    if args.n_embd % (2 * args.n_head):
+        raise UserError(f"n_embd={args.n_embd} must be a multiple of 2 n_head = {2 * args.n_head}")
+    if args.value_embeddings > args.n_layer // 2:
+        raise UserError(f"value_embeddings must be at most n_layer // 2 = {args.n_layer // 2}")
+    if args.max_ngram == 1:
+        raise UserError("max_ngram=1 must be 0 or at least 2")
+    if args.window and args.sequence_length % BLOCK:
+        raise UserError(f"with a window, sequence_length must be a multiple of {BLOCK}")
+    if args.window and args.document_token >= args.vocab_size:
+        fix = "pass --document_token=256 if the data are bytes"
+        raise UserError(f"document_token={args.document_token} is not in the vocabulary: {fix}")
+    if args.window and (args.key_shift or args.max_ngram):
+        raise UserError("key_shift and max_ngram cross documents: they do not work with a window")
+    if not re.fullmatch(r"([\w-][\w.-]*)?", args.run_id):
+        raise UserError(f"run_id={args.run_id!r} may contain only letters, digits and '-_.'")
+    if args.resume == "auto" and not args.run_id:
+        raise UserError("--resume=auto needs --run_id to know which run to resume")
+
+
+def settings_with_role(args, *roles):
+    """Return a dict of the settings that have one of these roles."""
+    fields = [f for f in dataclasses.fields(args) if f.metadata.get("role", "training") in roles]
+    return {field.name: getattr(args, field.name) for field in fields}
+
+
+def parse_args(argv):
+    """Return the Hyperparameters specified by arguments such as --n_layer=6."""
+    given = vars(build_parser().parse_args(argv))  # only what was passed
+    settings = vars(Hyperparameters()) | PRESETS[given.pop("preset")][1] | given
+    if settings["model"] == "gpt2":  # ignores what the preset sets for the modern model
+        for field in dataclasses.fields(Hyperparameters):
+            if field.metadata.get("modern") and field.name not in given:
+                settings[field.name] = field.default
+    if "vocab_size" not in given:
+        size = read_manifest(settings["train_files"]).get("vocab_size", settings["vocab_size"])
+        # Byte vocabularies are not padded; others are, for speed.
+        settings["vocab_size"] = size if size < 1024 else math.ceil(size / 128) * 128
+    return Hyperparameters(**settings)
+
+
+def build_parser():
+    """Return a parser whose namespace holds only the flags that were passed, and the preset."""
+
+    def refuse(message):
+        raise UserError(f"{message}. --help lists all settings")
+
+    def boolean(text):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+
+    presets = "\n".join(f"  {name:<12}{text}" for name, (text, _) in PRESETS.items())
+    parser = argparse.ArgumentParser(
+        usage="train_gpt2.py [--preset=NAME] [--name=value ...]",
+        description=__doc__ + "\nEvery setting is listed with its default.",
+        epilog=f"presets (--preset=NAME), which individual settings override:\n{presets}",
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=100),
+        argument_default=argparse.SUPPRESS,  # leaves out flags that were not passed
+        allow_abbrev=False,
+    )
+    parser.error = refuse
+    parser.add_argument("--preset", choices=PRESETS, default="record7", help=argparse.SUPPRESS)
+    groups = dict(
+        architecture=parser.add_argument_group("architecture, fixed in --resume and --init"),
+        training=parser.add_argument_group("training, fixed in --resume"),
+        free=parser.add_argument_group("files and machine, which a resumed run may change"),
+    )
+    groups["growing"] = groups["training"]
+    for field in dataclasses.fields(Hyperparameters):
+        help = field.metadata.get("help", "").replace("%", "%%")
+        groups[field.metadata.get("role", "training")].add_argument(
+            f"--{field.name}",
+            type={bool: boolean, int: int, float: float}.get(field.type, str),
+            choices=get_args(field.type) or None,  # the values of a Literal
+            metavar=str(field.default) or "''",  # --help shows the default here
+            help=help + (" (only modern)" if field.metadata.get("modern") else ""),
+        )
+    return parser
+
+
+# ---- Machinery: data files -----------------------------------------------------------------------
+def read_manifest(files):
+    """Return the manifest beside the shards: their vocab_size and encoding, or {} if unknown."""
+    path = Path(files).parent / "manifest.json"
+    if (path.parent / ".pack").exists():  # exists while data/pack.py replaces shards
+        raise UserError(f"{path.parent} is being packed, or that was interrupted: pack it again")
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): repack the data, or remove it") from None
+
+
+def digest(value):
+    """Return 12 hexadecimal digits that identify a value."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def open_data(args, device):
+    """Return (train_loader, validation, val_tokens, facts).
+
+    validation: this rank's sequences, (sequences, T + 1) uint16. val_tokens: of all ranks. facts:
+    what identifies the data, regardless of where the files are.
+    """
+    batch_size, T, world_size = args.batch_size, args.sequence_length, get_world_size()
+    if batch_size % world_size:
+        raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
+    stream = TokenStream(args.train_files, args.vocab_size)
+    max_steps = (stream.total_tokens - 1) // (batch_size * T)
+    if max_steps < (1 if args.allow_repeat else args.num_iterations):
+        fix = "add data, or lower --batch_size"
+        if not args.allow_repeat:
+            fix += " or --num_iterations, or pass --allow_repeat=True"
+        raise UserError(f"{args.train_files!r} is enough for only {max_steps} steps: {fix}")
+    seed = args.seed if args.shuffle else None
+    loader = DistributedDataLoader(stream, batch_size, T, get_rank(), world_size, device, seed)
+
+    val_stream = TokenStream(args.val_files, args.vocab_size)
+    usable = (val_stream.total_tokens - 1) // T * T
+    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))
+    if val_tokens % T or not 0 < val_tokens <= usable:
+        limits = f"a multiple of sequence_length={T} up to {usable} for {args.val_files!r}"
+        raise UserError(f"val_tokens={val_tokens} must be {limits}")
+    # Neighbouring sequences share a token: the last target of one is the first input of the next.
+    tokens = val_stream.read(0, val_tokens + 1)
+    sequences = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]
+
+    train_data, val_data = stream.checksums(), val_stream.checksums()
+    if len({*train_data, *val_data}) < len(train_data) + len(val_data):
+        raise UserError("train_files and val_files overlap, or a shard occurs twice: remove one")
+    encoding = read_manifest(args.train_files).get("encoding")  # None for other shards
+    val_encoding = read_manifest(args.val_files).get("encoding")
+    if None not in (encoding, val_encoding) and encoding != val_encoding:
+        raise UserError(f"train_files are encoded as {encoding}, but val_files as {val_encoding}")
+    facts = dict(train_data=digest(train_data), val_data=digest(val_data), encoding=encoding)
+    return loader, sequences[get_rank() :: world_size], val_tokens, facts
+
+
+# ---- Machinery: device and compiler --------------------------------------------------------------
+def choose_device(args):
+    """Return the torch.device of this process."""
+    gpus = torch.cuda.device_count()
+    if args.device == "cpu" or (args.device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    # A launcher may show each process only its own GPU, which is then number 0.
+    index = int(os.environ.get("LOCAL_RANK", "0")) if gpus > 1 else 0
+    if index >= gpus or not torch.cuda.is_available():
+        fix = "start fewer processes, check the driver, or pass --device=cpu"
+        raise UserError(f"process {index} needs a GPU, but PyTorch can use {gpus}: {fix}")
+    return torch.device("cuda", index)
 
 
 def choose_dtype(args, device):
     """Return the dtype of matmuls: for "auto", bfloat16 if the device supports it natively."""
     if args.dtype != "auto":
-        return getattr(torch, args.dtype)
+        return args.dtype
     if device.type == "cuda":
         # T4 and V100 only emulate bfloat16, slowly.
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         has_mkldnn = torch.backends.mkldnn.is_available()
         has_bf16 = has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if has_bf16 else torch.float32
+    return "bfloat16" if has_bf16 else "float32"
 
 
 def configure_backend(args, device):
@@ -1477,348 +1413,58 @@ def configure_backend(args, device):
     torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad warns unless this is set
     if device.type == "cuda":
         return
-    from torch._functorch import config as functorch_config  # slow to import
-    from torch._inductor import config as inductor_config
-
-    # On CPUs, short sequences were measured to train faster without the fused attention kernel.
-    # Despite their names, these options also affect CPUs; the second keeps the scores in bfloat16.
+    # The first multithreaded call of each of these functions can return wrong values, so they are
+    # first called on one element (https://github.com/pytorch/pytorch/issues/188792).
+    for function in torch.cos, torch.sin, torch.sqrt:
+        function(torch.ones(1))
+    # Despite their names, these two options also affect CPUs. Short sequences train faster without
+    # the fused attention kernel (measured). The second option keeps attention scores in bfloat16.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    # Recompute some activations in the backward pass: cheaper on a CPU than loading them.
-    functorch_config.activation_memory_budget = 0.7
-    # Skip inductor's test compilations of each vector instruction set.
-    inductor_config.cpp.vec_isa_ok = True
     # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
     # would not be bit-reproducible.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # saves filling each new tensor
+    if args.compile:
+        from torch._functorch import config as functorch_config  # slow to import
+        from torch._inductor import config as inductor_config
+
+        # Recompute some activations in the backward pass: cheaper on a CPU than loading them.
+        functorch_config.activation_memory_budget = 0.7
+        inductor_config.cpp.vec_isa_ok = True  # skips test compilations of vector instructions
 
 
-def compile_model(model, args, inputs, targets):
-    """Compile a model by running one validation and one training pass on a micro-batch."""
-    whole_graph = args.max_ngram < 2  # the n-gram table is not compiled, which splits the graph
-    model.compile(dynamic=False, fullgraph=whole_graph, disable=not args.compile)
+def compile_model(run):
+    """Compile the model by running one validation and one training pass on a micro-batch."""
+    run.model.compile(dynamic=False, fullgraph=True)
+    shape = (run.micro_batch, run.args.sequence_length)
+    inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
+    targets = torch.zeros_like(inputs)  # passing the same tensor twice compiles another graph
     with torch.no_grad():
-        model(inputs, targets)
-    loss = model(inputs, targets)
+        run.model(inputs, targets)
+    loss = run.model(inputs, targets)
     loss.backward()
-    model.zero_grad()
+    run.model.zero_grad()
     loss.item()  # waits for the device
 
 
-def micro_batch_size(sequences, max_size):
-    """Return the largest divisor of `sequences` up to max_size, for equal micro-batches."""
-    return next(n for n in range(min(sequences, max_size), 0, -1) if sequences % n == 0)
+def start_copy_to_host(tensor):
+    """Start copying a tensor to the host. Return (copy, event); the event is None on a CPU.
 
-
-def sync_gradients(model):
-    """Collective: sum all gradients over the ranks; sparse ones become dense.
-
-    There is one all-reduce for each dtype.
+    The copy is valid after event.synchronize(), which does not wait for work launched later.
     """
-    for dtype in (torch.float32, torch.bfloat16):
-        used = [p for p in model.parameters() if p.grad is not None and p.dtype == dtype]
-        if used:
-            flat = torch.cat([p.grad.to_dense().flatten() for p in used])
-            dist.all_reduce(flat)
-            for p, total in zip(used, flat.split([p.numel() for p in used])):
-                p.grad = total.view_as(p)
-
-
-def train_step(model, optimizers, inputs, targets, args, check_stop=lambda: None):
-    """Collective: do one optimizer step and return the mean loss of all ranks, a scalar tensor.
-
-    inputs, targets: (B, T) int64, this rank's part of the batch. check_stop is called before each
-    micro-batch. If it raises StopTraining, weights and optimizers are unchanged.
-    """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    size = micro_batch_size(len(inputs), args.device_batch_size)
-    loss = 0.0
-    for x, y in zip(inputs.split(size), targets.split(size)):
-        check_stop()
-        # With this scaling, sums over micro-batches and ranks are means.
-        micro_loss = model(x, y) * (size / len(inputs) / world_size)
-        micro_loss.backward()
-        loss += micro_loss.detach()
-    if world_size > 1:
-        sync_gradients(model)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    return sum_over_ranks(loss)
-
-
-def validation_batch(run, first):
-    """Return inputs and targets of a micro-batch of validation sequences, from number `first` on.
-
-    All micro-batches have the same shape. Past the last sequence, the targets are -1.
-    """
-    tokens, T = run.validation_tokens, run.args.sequence_length
-    total = (len(tokens) - 1) // T  # sequences
-    numbers = np.arange(first, first + run.micro_batch)
-    sequences = [tokens[T * number : T * number + T + 1] for number in numbers % total]
-    inputs, targets = inputs_and_targets(np.stack(sequences), run.device)
-    targets[max(0, total - first) :] = -1
-    return inputs, targets
-
-
-@torch.no_grad()
-def evaluate(run):
-    """Collective: return the mean loss on the validation tokens, the same on all ranks."""
-    count = len(run.validation_tokens) - 1
-    total = 0.0
-    for first in range(0, count // run.args.sequence_length, run.micro_batch * run.world_size):
-        run.stop.check()
-        inputs, targets = validation_batch(run, first + run.rank * run.micro_batch)
-        total += run.model(inputs, targets).double() * (targets != -1).sum()
-    return sum_over_ranks(total).item() / count
-
-
-def validate(run):
-    """Collective: log the validation loss, set run.val_loss, and keep the weights if they are best.
-
-    Raises UserError if the weights of the ranks differ.
-    """
-    args, log = run.args, run.log
-    with log.timed("validation"), log.heartbeat("validating"):
-        loss = evaluate(run)
-        bits = [p.float().view(torch.int32) for p in run.model.parameters()]
-        sums = [values.sum(dtype=torch.int32) for values in bits]
-        checksums = all_gather_objects(sum(sums).item())  # of the weights' bits, modulo 2**32
-        fix = "resume from a checkpoint as old as the previous validation, and check the hardware"
-        equal = len(set(checksums)) == 1
-        require(equal, f"the weights of the ranks differ (checksums {checksums}): {fix}")
-    lr = args.learning_rate * schedule(run.step, args).lr_scale  # the others decay in proportion
-    log.progress(run.step, f"val_loss:{loss:.4f}", f" data_hash:{run.data_hash:012x} lr:{lr:.3g}")
-    run.val_loss = loss
-    # A run that repeats its text may overfit, so it also keeps its best weights.
-    is_best = args.val_loss_every and run.epochs > 1 and loss < run.best_loss
-    if is_best and save(run, "best.pt", val_loss=loss):
-        run.best_loss = loss
-
-
-def read_batch(run):
-    """Collective: return (inputs, targets, hash of the global batch) of the next step.
-
-    Raises StopTraining if one of the ranks cannot read its part, or must stop for another reason.
-    """
-    batch = None
-    try:
-        batch = run.train_loader.batch(run.step)
-    except (UserError, OSError) as error:
-        run.stop.reason = one_line(error)
-    run.stop.check()
-    inputs, targets, rank_hash = batch
-    batch_hash = sum_over_ranks(torch.tensor(rank_hash)).item()
-    return inputs, targets, batch_hash
-
-
-def train(run):
-    """Collective: train up to the last step, and validate periodically and at the end.
-
-    Raises StopTraining if a rank must stop. The run is then in the state after its last complete
-    step. Raises UserError if a loss is not finite.
-    """
-    args, log = run.args, run.log
-    first_step = run.step
-    steps = range(first_step, args.num_iterations)
-    if log.live:
-        scale, total = run.train_loader.tokens_per_step, args.num_iterations
-        steps = tqdm(steps, initial=first_step, total=total, unit="tok", unit_scale=scale)
-    next_line = -math.inf  # earliest time at which a step is printed again
-    for step in steps:
-        apply_schedule(run.model, run.optimizers, step, args)
-        if args.val_loss_every and step % args.val_loss_every == 0:
-            validate(run)
-        if args.save_every and step % args.save_every == 0 and step > first_step:
-            save_checkpoint(run)
-        with log.timed("train"):
-            inputs, targets, batch_hash = read_batch(run)
-            loss = train_step(run.model, run.optimizers, inputs, targets, args, run.stop.check)
-            loss = loss.item()
-        run.step = step + 1
-        run.data_hash = (run.data_hash + batch_hash) % 2**48
-        show = not log.live and time.monotonic() >= next_line
-        if show:
-            next_line = time.monotonic() + args.print_every
-        log.progress(run.step, f"train_loss:{loss:.4f}", show=show)
-        # A gradient that is not finite was applied, too. A later loss shows it, usually the next.
-        finite = math.isfinite(loss)
-        require(finite, f"train_loss is {loss} at step {run.step}: lower the learning rates")
-        if log.live:
-            steps.set_postfix(step=run.step, loss=loss, val=run.val_loss)
-    apply_schedule(run.model, run.optimizers, args.num_iterations, args)
-    validate(run)
-    diverged = f"the run diverged (val_loss={run.val_loss}): lower the learning rates"
-    require(math.isfinite(run.val_loss), diverged)
-    if args.save_every:
-        save_checkpoint(run)
-
-
-# ---- Log and checkpoints: what a run knows, writes and restores ---------------------------------
-class Log:
-    """Prints lines and appends them to a file, on rank 0 only. Measures the time of each phase.
-
-    Lines are kept in memory until start_writing() is called, and while the disk is full.
-    """
-
-    def __init__(self, path, rank, num_iterations):
-        self.path = path
-        self.rank = rank
-        self.num_iterations = num_iterations
-        self.seconds = Counter()  # spent in each phase
-        self.file = None
-        self.unwritten = b""
-        # whether a progress bar replaces the line of each step
-        self.live = rank == 0 and tqdm is not None and os.isatty(1) and os.isatty(2)
-
-    def start_writing(self):
-        """Open the file, which may raise OSError, and write what has been logged so far."""
-        self.file = open(self.path, "ab", buffering=0)
-        self.write()
-
-    def write(self):
-        """Write as much as possible. If the disk is full, training continues."""
-        with contextlib.suppress(OSError):
-            written = self.file.write(self.unwritten)
-            self.unwritten = self.unwritten[written:]
-
-    def __call__(self, line, show=True):
-        """Log a line and, if show, print it on the terminal."""
-        if self.rank != 0:
-            return
-        self.unwritten += f"{line}\n".encode()
-        if self.file is not None:
-            self.write()
-        if show:
-            self.print_line(line)
-
-    def print_line(self, line):
-        """Print a line on the terminal only."""
-        if self.rank != 0 or sys.stdout is None:
-            return
-        with contextlib.suppress(OSError):  # the terminal may be closed
-            if self.live:
-                tqdm.write(line)  # above the progress bar
-            else:
-                print(line, flush=True)
-
-    @contextlib.contextmanager
-    def timed(self, phase):
-        """Add the duration of a with block to the total of a phase, unless the block raises.
-
-        The block must end by synchronizing with the device, for example with .item().
-        """
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def heartbeat(self, activity, interval=10):
-        """While a with block runs, print every `interval` seconds what it does and for how long."""
-        start = time.monotonic()
-        done = threading.Event()
-
-        def report():
-            while not done.wait(interval):
-                self.print_line(f"still {activity} after {time.monotonic() - start:.0f} s")
-
-        thread = threading.Thread(target=report, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join(timeout=1)
-
-    def progress(self, step, result, more="", show=True):
-        """Log a result after `step` steps, with the training time so far."""
-        ms = 1000 * self.seconds["train"]
-        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        self(f"step:{step}/{self.num_iterations} {result} {times}{more}", show)
-
-
-@dataclasses.dataclass
-class Run:
-    """A run: what it trains, and how far it has come."""
-
-    args: Hyperparameters
-    rank: int
-    world_size: int
-    device: torch.device
-    model: nn.Module  # GPT or ModernGPT
-    optimizers: list
-    train_loader: DistributedDataLoader
-    validation_tokens: np.ndarray  # uint16; the last one is only a target
-    log: Log
-    stop: StopRequest
-    step: int = 0  # number of complete steps
-    data_hash: int = 0  # of all tokens that these steps have trained on
-    val_loss: float = math.nan  # of the last validation
-    best_loss: float = math.inf  # validation loss of the weights in best.pt
-    lock: object = None  # an open file, which keeps other processes out of the folder
-
-    def __post_init__(self):
-        stream = self.train_loader.stream
-        sequences = self.args.batch_size // self.world_size
-        self.micro_batch = micro_batch_size(sequences, self.args.device_batch_size)
-        self.tokens = self.args.num_iterations * self.train_loader.tokens_per_step
-        self.epochs = self.tokens / stream.total_tokens  # times that the run reads its text
-        self.folder = self.log.path.with_suffix("")
-        # All ranks must have the same facts and environment, and every file of the run stores both.
-        # A resumed run must have the same facts. If its environment differs, this is only logged.
-        self.facts = dict(
-            val_hash=hashlib.sha256(self.validation_tokens).hexdigest()[:16],
-            train_shards=stream.contents,
-            encoding=stream.encoding,
-            optimizer_names=[type(optimizer).__name__ for optimizer in self.optimizers],
-        )
-        self.environment = dict(
-            matmul_dtype=str(self.model.dtype),
-            torch=str(torch.__version__),
-            source=hashlib.sha256(SOURCE.encode()).hexdigest()[:16],
-        )
-
-
-def log_header(run):
-    """Log what defines a run: source, settings, environment, data, optimizers."""
-    args, log = run.args, run.log
-    log(SOURCE, show=False)
-    for name, value in vars(args).items():
-        log(f"hyperparameter {name}={value!r}", show=False)
-    git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40"]
-    commit = ""
-    with contextlib.suppress(OSError):  # git is not installed
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    log(f"torch:{torch.__version__} commit:{commit}")
-    device, threads, dtype = device_name(run.device), torch.get_num_threads(), run.model.dtype
-    log(f"device:{device} processes:{run.world_size} threads:{threads} products:{dtype}")
-    tokens, val_hash = run.train_loader.stream.total_tokens, run.facts["val_hash"]
-    log(f"train_tokens:{tokens} val_hash:{val_hash} micro_batch:{run.micro_batch}")
-    for optimizer in run.optimizers:
-        values = sum(p.numel() for p in params_of(optimizer))
-        log(f"{type(optimizer).__name__} parameters:{values}")
-    if args.dtype == "auto" and dtype == torch.float32:
-        log("dtype=auto picked float32, because this device has no native bfloat16")
-    with contextlib.suppress(OSError):  # the load is unknown
-        load, cores = os.getloadavg()[0], os.cpu_count()
-        if run.device.type == "cpu" and load + threads > cores + 0.5:
-            busy = f"the load average of the last minute is {load:.1f} on {cores} cores"
-            log(f"{busy}: if other programs still run, steps may be much slower")
-    if run.epochs > 10:
-        fix = "expect overfitting: add text, or lower --num_iterations"
-        log(f"this run reads the training text {run.epochs:.0f} times, so {fix}")
+    copy = tensor.to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
+    return copy, event
 
 
 def device_name(device):
     """Return the name of the GPU, or of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(": ")[2]
-    return platform.machine()
+    cpu_info = Path("/proc/cpuinfo")
+    found = cpu_info.exists() and re.search("model name\\s*: (.*)", cpu_info.read_text())
+    return found[1] if found else os.uname().machine
 
 
 def peak_memory(device):
@@ -1826,77 +1472,292 @@ def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # macOS reports bytes
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # macOS reports bytes
 
 
-FORMAT = 3  # version of the .pt files
-CRC32_OF_COMPLETE_FILES = 0x2144DF1C  # of any bytes followed by their own crc32
+# ---- Machinery: ranks, the processes of torchrun, one per GPU ------------------------------------
+def get_rank():
+    """Return the rank of this process, 0 without torchrun."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
-def crc32_of_file(path):
-    """Return the crc32 of a whole file."""
-    checksum = 0
-    with open(path, "rb") as file:
-        while block := file.read(2**24):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
+def get_world_size():
+    """Return the number of ranks, 1 without torchrun."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def is_complete(path):
-    """Return whether a file that save() wrote is there and undamaged."""
-    return path.is_file() and crc32_of_file(path) == CRC32_OF_COMPLETE_FILES
+def join_ranks(args):
+    """Join the process group of torchrun, if there is one; return the torch.device of this rank."""
+    device = choose_device(args)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and not dist.is_initialized():
+        backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        timeout = timedelta(seconds=args.comm_timeout)
+        try:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
+            raise UserError(f"cannot join the processes of torchrun ({error})") from None
+        # After a restart by torchrun, the store still holds the keys of the earlier attempts.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        where = dict(store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
+    elif os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "RANK" not in os.environ:
+        raise UserError("srun started several tasks, but RANK is not set: see the README")
+    return device
 
 
-@contextlib.contextmanager
-def reporting_malformed(path):
-    """Turn any exception that a malformed file causes into a UserError that names the file."""
-    try:
-        yield
-    except (UserError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        reason = repr(error)[:300]  # PyTorch may list all parameters
-        raise UserError(f"{path} does not fit this train_gpt2.py ({reason})") from error
+def leave_ranks():
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        # gloo's threads outlive the group. Let them release the tensors of the last collective, or
+        # they may abort the process when the interpreter exits (seen with torch 2.13).
+        time.sleep(0.2)
 
 
-def read_pt(path):
-    """Return the dict in a file that save() wrote. Raises UserError for any other file."""
-    require(is_complete(path), f"{path} is not a complete file of train_gpt2.py")
-    with reporting_malformed(path):
-        state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
-        version = int(state["format"])
-    fix = "use the version of train_gpt2.py that wrote it"
-    require(version == FORMAT, f"{path} has format {version}, not {FORMAT}: {fix}")
-    require_finite(state, path)
-    return state
+def sum_over_ranks(tensor):
+    """Collective: sum a tensor over all ranks in place and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
 
 
-def require_finite(state, path):
-    """Raise UserError if a tensor within nested dicts and lists is not finite."""
-    for value in tree_leaves(state):
-        finite = not isinstance(value, torch.Tensor) or value.isfinite().all()
-        require(finite, f"non-finite value in {path}: lower the learning rates")
+def start_gradient_sums(optimizers):
+    """Collective: start to sum all gradients over the ranks, in place; sparse ones become dense.
+
+    Return {parameter: work}, empty for a single process. After work.wait(), a gradient is the sum.
+    There is one all-reduce per shape. The largest matrices, with which Muon begins, come first.
+    """
+    works = {}
+    if get_world_size() == 1:
+        return works
+    for optimizer in optimizers:
+        params = [p for p in params_of(optimizer) if p.grad is not None]
+        params.sort(key=lambda p: (p.numel(), p.shape), reverse=True)
+        for _, same_shape in itertools.groupby(params, lambda p: (p.shape, p.dtype)):
+            bucket = list(same_shape)
+            # PyTorch has no public function that sums several tensors without copying them.
+            with _coalescing_manager(async_ops=True) as work:
+                for p in bucket:
+                    p.grad = p.grad.to_dense()
+                    dist.all_reduce(p.grad)
+            works.update(dict.fromkeys(bucket, work))
+    return works
+
+
+def from_rank_0(value):
+    """Collective: return the value that rank 0 passes."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def check_ranks_agree(facts, fix):
+    """Collective: raise UserError on a rank whose facts differ from those of rank 0."""
+    for name, value in from_rank_0(facts).items():
+        if facts[name] != value:
+            here = f"{facts[name]} on rank {get_rank()}"
+            raise UserError(f"the ranks differ in {name} ({value} on rank 0, {here}): {fix}")
+
+
+def check_weights_agree(model):
+    """Collective: raise UserError on a rank whose weights differ from those of rank 0."""
+    bits = [p.detach().float().view(torch.int32) for p in model.parameters()]
+    checksum = sum(values.sum(dtype=torch.int32) for values in bits).item()
+    check_ranks_agree(dict(weights=checksum), "check the hardware, and resume from a checkpoint")
+
+
+class StopRequest:
+    """Whether this process wants to stop the run, because of a signal."""
+
+    def __init__(self):
+        self.requested = False
+        self.signal_time = None  # when the first signal arrived
+
+    def catch_signals(self):
+        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP unless ignored already, e.g. by nohup."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.on_signal)
+
+    def on_signal(self, number, frame):
+        """Request a stop. A second signal, at least a second later, ends the process at once."""
+        if not self.requested:
+            self.requested, self.signal_time = True, time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                with contextlib.suppress(OSError):  # the terminal may be closed
+                    os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
+        # Ctrl-C may arrive twice within a second: from the terminal, and from torchrun or run.sh.
+        elif time.monotonic() - self.signal_time > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+# ---- Machinery: log ------------------------------------------------------------------------------
+LOG_TITLE = "Log of train_gpt2.py"  # the first line of every log
+
+
+class Log:
+    """Prints lines and appends them to a file, on rank 0 only. Measures the time of each phase."""
+
+    def __init__(self, args):
+        self.path = Path(args.log_dir, f"{args.run_id}.txt")
+        self.args = args
+        self.file = None  # claim_folder opens it
+        self.write_failed = False
+        self.bar = None  # the progress bar
+        self.seconds = Counter()  # spent in each phase
+        self.phase = "setup"
+        self.phase_start = START
+
+    def __call__(self, line, show=True):
+        """Log a line and, if show, print it on the terminal. Training goes on if that fails."""
+        if get_rank() != 0:
+            return
+        if show:
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                if self.bar:
+                    self.bar.write(line)  # above the progress bar
+                else:
+                    print(line, flush=True)
+        if self.file is not None:
+            try:
+                self.file.write(f"{line}\n".encode(errors="backslashreplace"))
+            except OSError as error:
+                if not self.write_failed:
+                    print(f"warning: lines of {self.path} are lost ({error.strerror})")
+                self.write_failed = True
+
+    def progress(self, step, result, more="", show=True):
+        """Log a result after `step` steps, with the training time so far."""
+        self.start_phase(self.phase)  # brings self.seconds up to date
+        ms = 1000 * self.seconds["train"]
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        self(f"step:{step}/{self.args.num_iterations} {result} {times}{more}", show)
+
+    def train_loss(self, step, loss):
+        """Log a training step. The terminal shows it in the progress bar, if there is one."""
+        if self.bar:
+            self.bar.set_postfix(step=step, loss=loss, refresh=False)
+            self.bar.update()
+        self.progress(step, f"train_loss:{loss:.4f}", show=not self.bar)
+
+    def progress_bar(self, step):
+        """Return a context manager that shows a progress bar, if rank 0 has a terminal and tqdm."""
+        try:
+            from tqdm import tqdm
+        except ImportError:  # it is optional
+            return contextlib.nullcontext()
+        if get_rank() != 0 or not (os.isatty(1) and os.isatty(2)):
+            return contextlib.nullcontext()
+        tokens_per_step = self.args.batch_size * self.args.sequence_length
+        total = self.args.num_iterations
+        self.bar = tqdm(initial=step, total=total, unit="tok", unit_scale=tokens_per_step)
+        return self.bar
+
+    def start_phase(self, phase):
+        """Add the time since the last call to the current phase, and start another one."""
+        now = time.perf_counter()
+        self.seconds[self.phase] += now - self.phase_start
+        self.phase, self.phase_start = phase, now
+
+    @contextlib.contextmanager
+    def timed(self, phase):
+        """Time a with block as a phase of its own. The enclosing phase is paused meanwhile.
+
+        The block must end by synchronizing with the device, for example with .item().
+        """
+        outer_phase = self.phase
+        self.start_phase(phase)
+        try:
+            yield
+        finally:
+            self.start_phase(outer_phase)
+
+
+def log_header(run):
+    """Log what defines a run: source, settings, environment, data, optimizers."""
+    args, log = run.args, run.log
+    log(f"{LOG_TITLE}, run_id={args.run_id}\n{SOURCE}", show=False)
+    for name, value in vars(args).items():
+        log(f"hyperparameter {name}={value!r}", show=False)
+    git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40"]
+    commit = ""
+    with contextlib.suppress(OSError):  # git is not installed
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    processes = f"processes:{get_world_size()} threads:{torch.get_num_threads()}"
+    log(f"torch:{torch.__version__} commit:{commit} device:{device_name(run.device)} {processes}")
+    log(f"matmul_dtype:{args.dtype} micro_batch:{run.micro_batch} val_tokens:{args.val_tokens}")
+    data = f"train_data:{run.facts['train_data']} val_data:{run.facts['val_data']}"
+    log(f"train_tokens:{run.train_loader.stream.total_tokens} {data}")
+    for optimizer in run.optimizers:
+        values = sum(p.numel() for p in params_of(optimizer))
+        log(f"{type(optimizer).__name__} parameters:{values}")
+
+
+def finish(run):
+    """Save the weights, and with save_every a checkpoint; log a summary as `key: value` lines."""
+    args, log, weights = run.args, run.log, run.folder / "model.pt"
+    if not math.isfinite(run.val_loss):
+        raise UserError(f"the run diverged (val_loss={run.val_loss}): lower the learning rates")
+    if args.save_every:
+        save_checkpoint(run)  # to continue with a larger num_iterations
+    if not save(run, weights.name):
+        raise UserError(f"{weights} was not written: free disk space, then pass --resume=auto")
+    log(f"val_loss: {run.val_loss:.4f}")
+    if args.target_val_loss:
+        log(f"target_val_loss: {args.target_val_loss}")
+    if run.best_loss < run.val_loss:
+        log(f"best_val_loss: {run.best_loss:.4f}\nbest_weights: {run.folder / 'best.pt'}")
+    log(f"weights: {weights}")
+    log(f"steps: {args.num_iterations}\ntokens: {run.tokens}\nseed: {args.seed}")
+    for phase, seconds in log.seconds.items():
+        log(f"{phase}_seconds: {seconds:.1f}")
+    log(f"tokens_per_second: {run.tokens / log.seconds['train']:.0f}")
+    log(f"peak_memory_mib: {peak_memory(run.device):.0f}")
+    if args.compile:  # training and validation compile one graph each; more mean recompilation
+        log(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
+
+
+def save_and_stop(run):
+    """Save a checkpoint and log how to continue."""
+    path = save_checkpoint(run)
+    if path is None:
+        raise UserError(f"stopped after step {run.step} without a checkpoint: free disk space")
+    run_id = run.args.run_id
+    run.log(f"saved {path}; to continue, add --run_id={run_id} --resume=auto to the command")
+    run.log(f"stopped by a signal after step {run.step}")
+
+
+# ---- Machinery: checkpoints ----------------------------------------------------------------------
+FORMAT = 4  # version of the .pt files
 
 
 def save(run, name, **more):
     """Write the weights, settings and facts of a run, and more; return whether it succeeded.
 
-    Only rank 0 writes, atomically; the others return True. A failure, such as a full disk, is
-    logged. All ranks raise UserError if a tensor is not finite.
+    Only rank 0 writes, atomically; the others return True. If writing fails, for example because
+    the disk is full, this is logged. If a tensor is not finite, all ranks raise UserError.
     """
     path, partial = run.folder / name, run.folder / "partial"
-    state = dict(format=FORMAT, run_id=run.folder.name, step=run.step)
-    state |= dict(hyperparameters=vars(run.args), model=run.model.state_dict())
-    state |= run.facts | run.environment | more
-    require_finite(state, path)
-    if run.rank != 0:
+    state = dict(format=FORMAT, run_id=run.args.run_id, step=run.step, val_loss=run.val_loss)
+    state |= dict(hyperparameters=vars(run.args), facts=run.facts, model=run.model.state_dict())
+    state |= more
+    for value in tree_leaves(state):
+        if isinstance(value, torch.Tensor) and not value.isfinite().all():
+            raise UserError(
+                f"{path} was not written: a value is not finite; lower the learning rates"
+            )
+    if get_rank() != 0:
         return True
+    lock_path = run.folder / "run.lock"
+    if not (lock_path.exists() and os.path.samefile(lock_path, run.lock.fileno())):
+        raise UserError(f"{run.folder} was deleted or replaced while the run was using it")
     try:
         with run.log.timed("checkpoint"), open(partial, "wb") as file:
             torch.save(state, file)
-            file.flush()
-            # torch.load ignores these four bytes.
-            file.write(crc32_of_file(partial).to_bytes(4, "little"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -1908,317 +1769,179 @@ def save(run, name, **more):
         return False
 
 
+def save_checkpoint(run):
+    """Collective: save what a run needs to resume, and prune old checkpoints.
+
+    Return the path of the checkpoint, or None on rank 0 if it could not be written.
+    """
+    states = [
+        getattr(optimizer, "full_state_dict", optimizer.state_dict)()["state"]
+        for optimizer in run.optimizers
+    ]
+    path = run.folder / f"state_step{run.step:010d}.pt"
+    seconds = run.log.seconds["train"]
+    if not save(run, path.name, optimizers=states, best_loss=run.best_loss, train_seconds=seconds):
+        return None
+    if get_rank() == 0:
+        # Later checkpoints are damaged, and were skipped on resume.
+        usable = [old for old in checkpoints_in(run.folder) if old <= path]
+        for old in usable[: -run.args.keep_checkpoints]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+    return path
+
+
 def checkpoints_in(folder):
     """Return the paths of a run's checkpoints, oldest first."""
     return sorted(folder.glob("state_step" + 10 * "[0-9]" + ".pt"))
 
 
-def save_checkpoint(run):
-    """Collective: save what a run needs to resume, and delete old checkpoints.
+def read_pt(path):
+    """Return the dict in a file that save() wrote."""
+    try:
+        with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file, which has checksums
+            damaged_part = archive.testzip()
+        if damaged_part is not None:
+            raise ValueError(f"{damaged_part} does not match its checksum")
+        state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
+        version = state["format"]
+    except (OSError, MemoryError):
+        raise  # the file may be undamaged
+    except Exception as error:  # both modules raise many types of exceptions
+        raise UserError(f"{path} is damaged or not from train_gpt2.py ({error!r:.200})") from None
+    if version != FORMAT:
+        fix = "use the version of train_gpt2.py that wrote it"
+        raise UserError(f"{path} has format {version}, not {FORMAT}: {fix}")
+    return state
 
-    Return the path of the checkpoint, or None on rank 0 if it could not be written. All ranks raise
-    UserError if a value is not finite.
+
+def claim_folder(run):
+    """Make this process the only one that writes the run's files, and open its log. Rank 0 only.
+
+    Return the path of the checkpoint to start from, "" to start without one, or None if the run has
+    already finished. The file run.lock marks the folder of a run.
     """
-    optimizer_states = []
-    for optimizer in run.optimizers:
-        get_state = getattr(optimizer, "full_state_dict", optimizer.state_dict)
-        optimizer_states.append(get_state())
-    path = run.folder / f"state_step{run.step:010d}.pt"
-    seconds = run.log.seconds["train"]
-    losses = dict(last_val_loss=run.val_loss, best_loss=run.best_loss)
-    progress = dict(data_hash=run.data_hash, train_seconds=seconds, **losses)
-    if not save(run, path.name, optimizers=optimizer_states, **progress):
-        return None
-    delete_old_checkpoints(run, run.args.keep_checkpoints)
-    return path
-
-
-def delete_old_checkpoints(run, keep):
-    """Delete all but the last `keep` checkpoints up to the run's step. Only rank 0 does so."""
-    if run.rank != 0:
-        return
-    # Later ones do not count. They are damaged, or the run would have continued from them.
-    newest = run.folder / f"state_step{run.step:010d}.pt"
-    up_to_now = [path for path in checkpoints_in(run.folder) if path <= newest]
-    for old in up_to_now[:-keep]:
-        try:
-            old.unlink()
-        except OSError as error:
-            run.log(f"warning: an old checkpoint was not deleted ({one_line(error)})")
-
-
-def check_run_id(run):
-    """Raise UserError if the run_id belongs to another run, or its log is some other file."""
-    log, folder = run.log.path, run.folder
-    has_log = log.exists() and (not log.is_file() or log.stat().st_size > 0)
-    has_run = has_log or any(folder.glob("*.pt"))
-    fix = "pass another --run_id"
-    if run.args.resume != "auto":
-        require(not has_run, f"{folder} exists: {fix}, or --resume=auto to continue it")
-    require(not has_log or folder.exists(), f"{log} is not the log of a run in {folder}: {fix}")
-
-
-def claim_run_id(run):
-    """Make this process the only one that writes the files of the run. Only rank 0 calls it."""
-    check_run_id(run)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    run.lock = open(run.folder / "lock", "w")
+    args, folder, lock_path = run.args, run.folder, run.folder / "run.lock"
+    if not lock_path.exists() and (any(folder.glob("*")) or run.log.path.exists()):
+        raise UserError(f"{folder} or {run.log.path} is not of a run: pass another --run_id")
+    if args.resume != "auto" and any(folder.glob("*.pt")):
+        raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
+    folder.mkdir(parents=True, exist_ok=True)
+    run.lock = open(lock_path, "a+")  # stays locked until the process ends
     try:
         fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another process is training {run.folder}: stop it first") from None
-
-
-def restore(run):
-    """Load what a run starts from. Return "new", "continued" or "finished".
-
-    resume=auto loads the run's newest complete checkpoint, if there is one. Raises UserError if
-    there are checkpoints but none is complete, or if the file belongs to another experiment.
-    """
-    args, result = run.args, run.folder / "model.pt"
-    paths = [Path(args.resume)] if args.resume else []
-    if args.resume == "auto":
-        if result.exists():
-            state = read_pt(result)
-            with reporting_malformed(result):
-                settings = different_settings(
-                    state, args, settings_in("model", "modern model", "training")
-                )
-            fix = f"pass another --run_id with --resume=CHECKPOINT or --init={result}"
-            require(not settings, f"{run.folder} has finished with {settings}: to go on, {fix}")
-            return "finished"
-        paths = checkpoints_in(run.folder)
-    for path in reversed(paths):
-        if is_complete(path):
-            with reporting_malformed(path):
-                load_checkpoint(run, path)
-            return "continued"
-        run.log(f"{path} is not a complete checkpoint")
-    require(not paths, "no checkpoint is complete: check --resume, or pass another --run_id")
-    if args.init:
-        with reporting_malformed(args.init):
-            load_init(run, Path(args.init))
-    return "new"
-
-
-def different_settings(state, args, names):
-    """Return the saved values that differ from args, as arguments: "--n_layer=2 --seed=1"."""
-    # A setting missing from an older file counts as its default.
-    saved = vars(Hyperparameters()) | state["hyperparameters"]
-    changed = [name for name in names if saved[name] != getattr(args, name)]
-    return " ".join(f"--{name}={saved[name]}" for name in changed)
-
-
-def load_checkpoint(run, path):
-    """Restore a run from a checkpoint. Raises UserError if it belongs to another experiment."""
-    args, log = run.args, run.log
-    state = read_pt(path)
-    require("optimizers" in state, f"{path} holds only weights: start a new run with --init={path}")
-    names = [*settings_in("model", "modern model", "training"), "val_tokens"]
-    if state["hyperparameters"]["num_iterations"] < args.num_iterations:
-        names.remove("num_iterations")  # a resumed run may be longer
-    settings = different_settings(state, args, names)
-    require(not settings, f"{path} was saved with other settings: pass {settings}")
-    check_facts(run, state, path)
-    run.model.load_state_dict(state["model"])
-    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
-        load_optimizer(optimizer, saved, log)
-    run.step, run.data_hash = int(state["step"]), int(state["data_hash"])
-    run.val_loss = float(state.get("last_val_loss", math.nan))  # older files lack it
-    if args.resume == "auto":  # a new run has no best.pt yet
-        run.best_loss = float(state["best_loss"])
-    log.seconds["train"] = float(state["train_seconds"])
-
-
-def check_facts(run, state, path):
-    """Raise UserError if a checkpoint is of other data or optimizers; log what else has changed."""
-    facts, saved_shards = dict(run.facts), state["train_shards"]
-    tokens_read = state["step"] * run.train_loader.tokens_per_step
-    # Shards may be added, unless the run is shuffled or has already come to the end of its data.
-    if not run.args.shuffle and tokens_read < sum(size for size, _ in saved_shards):
-        facts["train_shards"] = facts["train_shards"][: len(saved_shards)]
-    for name, value in facts.items():
-        fix = "restore the data and the optimizers that this run was started with"
-        require(value == state[name], f"{path} was saved with another {name}: {fix}")
-    for name, value in run.environment.items():
-        if value != state[name]:
-            run.log(f"{path} was saved with {name}={state[name]}, and this run has {value}")
-
-
-def load_init(run, path):
-    """Load the weights of --init. Raises UserError unless they fit the model and the data."""
-    state = read_pt(path)
-    settings = different_settings(state, run.args, settings_in("model", "modern model"))
-    require(not settings, f"--init={path} holds another model: pass {settings}")
-    check_encodings(run.facts["encoding"], state["encoding"], f"--init={path}")
-    run.model.load_state_dict(state["model"])
-
-
-def load_optimizer(optimizer, saved, log):
-    """Restore an optimizer as it was saved, except for what this script's schedule decides."""
-    groups = optimizer.param_groups
-    scheduled = {"params", "lr", "initial_lr", "momentum"}
-    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
-        for name in group.keys() & saved_group.keys() - scheduled:
-            if group[name] != saved_group[name]:
-                log(f"{type(optimizer).__name__} continues with {name}={saved_group[name]}")
-    full_rates = [group["lr"] for group in groups]
-    optimizer.load_state_dict(saved)
-    for p, state in optimizer.state.items():
-        # A fused optimizer does not check the shapes, and could crash the process.
-        shapes = {value.shape for value in state.values() if isinstance(value, torch.Tensor)}
-        require(shapes <= {p.shape, torch.Size()}, f"states of shapes {shapes} for {p.shape}")
-    for group, full_lr in zip(optimizer.param_groups, full_rates):
-        group["lr"] = group["initial_lr"] = full_lr
-
-
-def save_and_stop(run, reason):
-    """Collective: save a checkpoint after the last complete step and log why the run stops.
-
-    Raises UserError if that fails, or if it was not a signal that stopped the run.
-    """
-    path = save_checkpoint(run)
-    require(path, f"stopped after step {run.step} without saving a checkpoint: {reason}")
-    run_id = run.folder.name
-    run.log(f"saved {path}; to continue: the same command with --run_id={run_id} --resume=auto")
-    by_signal = reason == "a signal"
-    require(by_signal, f"stopped after step {run.step} (checkpoint saved): {reason}")
-    run.log(f"stopped by a signal after step {run.step}")
-
-
-def finish(run):
-    """Save the weights; log times, speed, memory and the result; delete a checkpoint.
-
-    Raises UserError if the weights cannot be saved.
-    """
-    log, val_loss = run.log, run.val_loss
-    log(" ".join(f"{phase}:{seconds:.1f}s" for phase, seconds in log.seconds.items()))
-    speed = run.tokens / log.seconds["train"]
-    memory = peak_memory(run.device)
-    # Training and validation compile one graph each. More graphs mean recompilation.
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    log(f"tokens/s:{speed:.0f} peak_memory:{memory:.0f}MiB graphs:{graphs}")
-    path = run.folder / "model.pt"
-    saved = save(run, path.name, val_loss=val_loss)
-    require(saved, f"{path} was not written, so the final weights are lost: free space")
-    # The last checkpoint stays, because num_iterations may be raised.
-    delete_old_checkpoints(run, max(1, run.args.keep_checkpoints - 1))
-    log(f"weights: {path}; `bash run.sh sample` generates text from them")
-    if run.best_loss < val_loss:
-        best = run.folder / "best.pt"
-        log(f"weights of the best validation, val_loss:{run.best_loss:.4f}: {best}")
-    if log.unwritten:
-        log(f"warning: the disk is full, so {log.path} lacks the last lines")
-    target = f" target:{run.args.target_val_loss}" if run.args.target_val_loss else ""
-    log(f"result val_loss:{val_loss:.4f}{target}")
-
-
-# ---- Main ---------------------------------------------------------------------------------------
-def set_up(args, stop):
-    """Collective: return the Run that args describe, at step 0. It changes no file.
-
-    Raises UserError if the run is impossible, or if the ranks differ.
-    """
-    rank, world_size, device = join_processes(args)
-    configure_backend(args, device)
-    run_id = [args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()]
-    if dist.is_initialized():
-        dist.broadcast_object_list(run_id, src=0)
-    with agreement() as facts:
-        loader, validation_tokens = open_data(args, rank, world_size, device)
-        args = dataclasses.replace(args, val_tokens=len(validation_tokens) - 1)
-        torch.manual_seed(args.seed)
-        model = build_model(args, choose_dtype(args, device)).to(device)
-        optimizers = build_optimizers(model, args, rank, world_size)
-        log = Log(Path(args.log_dir, f"{run_id[0]}.txt"), rank, args.num_iterations)
-        run = Run(
-            args, rank, world_size, device, model, optimizers, loader, validation_tokens, log, stop
-        )
-        facts.update(vars(args) | run.facts | run.environment)
-    return run
-
-
-def main(args, stop=None):
-    """Train a GPT as configured by args; return the last validation loss.
-
-    stop: a StopRequest, checked before every micro-batch. Returns None if it stopped the run, or if
-    the run had already finished.
-    """
-    run = set_up(args, stop or StopRequest())
-    args, log = run.args, run.log
-    log_header(run)
-    with agreement() as facts:
-        if run.rank == 0:
-            claim_run_id(run)
-        start = restore(run)
-        facts["the step of the checkpoint"] = run.step
-        facts["the state of the run"] = start
-    if start == "finished":
-        log(f"{run.folder} holds the result of this run; nothing to do")
-        leave_processes()
+        raise UserError(f"another process is training {folder}: stop it first") from None
+    except OSError as error:  # some network file systems have no locks
+        run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")
+    run.log.file = open(run.log.path, "ab", buffering=0)
+    if args.resume != "auto":
+        # If the run dies before its first checkpoint, --resume=auto has to know where it started.
+        run.lock.truncate(0)
+        run.lock.write(args.resume)
+        run.lock.flush()
+        return args.resume
+    result, checkpoints = folder / "model.pt", checkpoints_in(folder)
+    if result.exists():
+        check_same(run.facts, read_pt(result)["facts"], result)
         return None
-    if args.resume:
-        where = f"continuing after step {run.step}" if start == "continued" else "no checkpoint yet"
-        log(f"resume={args.resume}: {where}")
-    if start == "new" and args.init:
-        log(f"starting from the weights in {args.init}")
-    elif start == "new" and args.model == "gpt2":
-        log("a high first loss is expected: an untrained tied head predicts the input token")
-    if args.compile:
-        log("compiling (up to a minute; --compile=false starts at once, but trains more slowly)")
-    with log.timed("compile"), log.heartbeat("preparing the first step"):
-        compile_model(run.model, args, *validation_batch(run, 0))
-    with agreement():
-        if run.rank == 0:
-            log.start_writing()  # not earlier, so that a run that cannot start leaves no log
-    try:
-        train(run)
-        finish(run)
-        result = run.val_loss
-    except StopTraining as stopped:
-        result = None
-        save_and_stop(run, reason=str(stopped))
-    leave_processes()
-    return result
+    for path in reversed(checkpoints):
+        try:
+            read_pt(path)
+            return str(path)
+        except UserError as error:
+            run.log(str(error))
+    if checkpoints:
+        raise UserError(f"no checkpoint in {folder} is usable: pass another --run_id")
+    run.lock.seek(0)
+    return run.lock.read()
 
 
+def restore(run, path):
+    """Load a checkpoint or, without a path, the weights of --init. Return a line for the log."""
+    args, facts = run.args, run.facts
+    if path:
+        state = read_pt(path)
+        if "optimizers" not in state:
+            raise UserError(f"{path} holds only weights: start a new run with --init={path}")
+        check_same(facts, state["facts"], path, growing=settings_with_role(args, "growing"))
+        run.model.load_state_dict(state["model"])
+        for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
+            # The options in param_groups are those of this script, not of the checkpoint.
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict(dict(state=optimizer_state, param_groups=groups))
+        run.step, run.val_loss = state["step"], state["val_loss"]
+        if Path(path).parent == run.folder:  # best.pt is in this folder, too
+            run.best_loss = state["best_loss"]
+        run.log.seconds["train"] = state["train_seconds"]
+        return f"resume={args.resume}: continuing after step {run.step}"
+    if args.init:
+        state = read_pt(args.init)
+        needed = settings_with_role(args, "architecture") | dict(encoding=facts["encoding"])
+        check_same(needed, state["facts"], args.init)
+        run.model.load_state_dict(state["model"])
+        return f"starting from the weights in {args.init}"
+    return "starting from new weights"
+
+
+def check_same(facts, saved, path, growing=()):
+    """Raise UserError unless a file was saved with these facts; None is an unknown fact.
+
+    growing: names of facts that may be larger than in the file.
+    """
+    saved = vars(Hyperparameters()) | saved  # a setting missing from the file has its default
+    different = [
+        f"{name}={saved[name]} (here {value})"
+        for name, value in facts.items()
+        if None not in (value, saved[name]) and value != saved[name]
+        if name not in growing or value < saved[name]
+    ]
+    if different:
+        listed = ", ".join(different)
+        raise UserError(f"{path} was saved with {listed}: use the same settings and data")
+
+
+# ---- Machinery: errors and start -----------------------------------------------------------------
 def describe_failure(error):
     """Return a message for the user: one line, or a traceback for a bug."""
+    if isinstance(error, OSError) and error.filename:
+        return f"cannot use {error.filename}: {error.strerror}"
     if isinstance(error, (UserError, OSError)):
-        return one_line(error)
-    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        return " ".join(str(error).split())
     # PyTorch has no exception class for running out of CPU memory.
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     if out_of_memory or "DefaultCPUAllocator" in str(error):
-        return "out of memory: set --device_batch_size lower than the log's micro_batch"
-    if dist.is_initialized() and isinstance(error, RuntimeError) and "gloo" in str(error):
-        lost = "lost the connection to another rank; see its message or torchrun's summary"
-        return f"{lost} ({error})"
+        return "out of memory: pass a --device_batch_size below the micro_batch in the log"
+    # gloo has none for a lost connection.
+    is_lost = isinstance(error, RuntimeError) and re.search("gloo|pair closure", str(error))
+    if dist.is_initialized() and is_lost:
+        return "lost the connection to another rank; see its message or torchrun's summary"
     return "".join(traceback.format_exception(error)).rstrip()
+
+
+def is_new_failure(message):
+    """Return whether no other rank has reported this failure, according to torchrun's store."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=10)))
+        return store.add(f"failure/{attempt}/{digest(message)}", 1) == 1
+    except (ValueError, RuntimeError):  # no launcher, or its store is gone
+        return True
 
 
 def cli(argv):
     """Train as configured on the command line. On failure, print why and exit with status 1."""
-    from torch.distributed.elastic.multiprocessing.errors import record  # only needed here
-
-    if sys.stdout is not None:
+    if hasattr(sys.stdout, "reconfigure"):  # Jupyter's cannot be reconfigured
         sys.stdout.reconfigure(errors="backslashreplace")  # for an ASCII-only terminal
     stop = StopRequest()
     stop.catch_signals()
     try:
-        record(main)(parse_args(argv), stop)  # reports a failed rank's message to torchrun
+        main(parse_args(argv), stop)
     except Exception as error:
-        # torchrun sends SIGTERM to the other ranks when one has failed. It must not stop this rank
-        # from printing its message.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        text = describe_failure(error)
-        connected = dist.is_initialized()
-        rank = os.environ.get("RANK" if connected else "LOCAL_RANK", "0")
-        # All ranks raise the same UserError, so one of them prints it: rank 0, or before they are
-        # connected, the first rank of each machine.
-        is_user_error = isinstance(error, UserError)
-        if "RANK" not in os.environ or rank == "0" or not is_user_error:
-            where = f"rank {rank}: " if connected and not is_user_error else ""
-            print(f"train_gpt2.py: {where}{text}", file=sys.stderr, flush=True)
+        message = describe_failure(error)
+        if is_new_failure(message):
+            where = f"rank {os.environ['RANK']}: " if get_world_size() > 1 else ""
+            print(f"train_gpt2.py: {where}{message}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 

@@ -1,17 +1,19 @@
-"""Download the pretokenized FineWeb shards that train_gpt2.py trains on by default.
+"""Download the pretokenized FineWeb shards that a run of train_gpt2.py reads by default.
 
-    python data/fineweb.py [N]    # the validation shard and N training shards (default: 27)
+    python data/fineweb.py [--name=value ...]    # the validation shard and what these settings need
+    python data/fineweb.py --shards=N            # the validation shard and N training shards
 
-A shard holds 100M GPT-2 tokens in 0.2 GB; 27 training shards are enough for the default run.
-data/fineweb.json pins the revision of the dataset and lists the sha256 of its files. For a file
-that is not listed, the hub gives the sha256. Valid files are kept. The others are downloaded by
-huggingface_hub, which retries and resumes. A download replaces a damaged file only after it has
-been verified. After an error or an interruption, run the same command again: it downloads the files
-that are still missing.
+A shard holds 100M GPT-2 tokens in 0.2 GB. The default run needs 27 training shards. The script asks
+before it downloads, unless --yes is given. data/fineweb.json pins the revision of the dataset and
+lists the sha256 of its files. For a file that is not listed, the hub gives the sha256. Valid files
+are kept. The others are downloaded by huggingface_hub, which retries and resumes. A download
+replaces a damaged file only after it has been verified. After an error or an interruption, run the
+same command again: it downloads the files that are still missing.
 """
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -26,6 +28,31 @@ HERE = Path(__file__).resolve().parent
 MANIFEST = json.loads((HERE / "fineweb.json").read_text())
 SOURCE = dict(repo_id=MANIFEST["repository"], repo_type="dataset", revision=MANIFEST["revision"])
 LAST_SHARD = 103
+SHARD_TOKENS = 100_000_000
+
+
+def shards_for(settings):
+    """Return how many training shards a run with these command-line settings reads."""
+    sys.path.append(str(HERE.parent))
+    from train_gpt2 import parse_args  # slow to import
+
+    run = parse_args(settings)
+    tokens = run.num_iterations * run.batch_size * run.sequence_length + 1  # 1: the last target
+    return min(LAST_SHARD, math.ceil(tokens / SHARD_TOKENS))
+
+
+def confirm(files, folder):
+    """Ask whether to download this many files. Raises ValueError unless the user agrees."""
+    size = f"{files * MANIFEST['bytes'] / 1e9:.1f} GB of FineWeb"
+    answer = ""
+    if sys.stdin.isatty():
+        print(f"Download {size} into {folder.resolve()}? [y/N] ", end="", flush=True)
+        answer = sys.stdin.readline()
+    if not answer.lower().startswith("y"):
+        raise ValueError(
+            f"{size} were not downloaded: pass --yes to download them, or --preset=text or "
+            f"--preset=cpu to train without FineWeb"
+        )
 
 
 def expected_sha256(name):
@@ -62,7 +89,7 @@ def fetch_or_explain(name, folder):
         error = error.__cause__ or error  # "An error happened" hides the cause
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"cannot download {name} from {constants.ENDPOINT} into {folder} ({reason}): check N, "
+            f"cannot download {name} from {constants.ENDPOINT} into {folder} ({reason}): check "
             f"the network, the disk, HF_ENDPOINT and HF_TOKEN, then run the same command again"
         ) from None
 
@@ -74,19 +101,28 @@ def stop(number, frame):
 
 
 def main():
+    signal.signal(signal.SIGINT, stop)
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("shards", nargs="?", type=int, default=27, metavar="N", help="training shards (27)")
+    add("--shards", type=int, metavar="N", help="training shards, instead of settings of a run")
     add("--out", type=Path, default=Path("data/fineweb10B"), help="folder (data/fineweb10B)")
-    args = parser.parse_args()
-    if not 0 <= args.shards <= LAST_SHARD:
-        sys.exit(f"data/fineweb.py: N={args.shards} must be between 0 and {LAST_SHARD}")
-    signal.signal(signal.SIGINT, stop)
-    train = [f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1)]
-    names = ["fineweb_val_000000.bin", *train]
+    add("--yes", action="store_true", help="download without asking")
+    args, settings = parser.parse_known_args()
+    if args.shards is not None and settings:
+        parser.error(f"--shards replaces the settings of a run: leave out {' '.join(settings)}")
     try:
+        shards = shards_for(settings) if args.shards is None else args.shards
+        if not 0 <= shards <= LAST_SHARD:
+            raise ValueError(f"--shards={shards} must be between 0 and {LAST_SHARD}")
+        train = [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
+        names = ["fineweb_val_000000.bin", *train]
+        missing = sum(not (args.out / name).exists() for name in names)
+        if missing and not args.yes:
+            confirm(missing, args.out)
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda name: fetch_or_explain(name, args.out), names))
         tokens = sum(shard_size(args.out / name) for name in train)

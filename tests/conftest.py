@@ -33,9 +33,9 @@ both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 TINY = {
     "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16, "batch_size": 12,
-    "device_batch_size": 2, "sequence_length": 16, "num_iterations": 6, "warmdown_iters": 3,
+    "device_batch_size": 2, "sequence_length": 16, "num_iterations": 6, "warmdown_fraction": 0.5,
     "learning_rate": 0.01, "muon_learning_rate": 0.005, "val_loss_every": 3, "val_tokens": 304,
-    "device": "cpu", "compile": False, "keep_checkpoints": 3, "print_every": 0.0,
+    "device": "cpu", "compile": False, "keep_checkpoints": 3,
 }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def train_on_bytes(folder, **settings):
     write_shard(folder / "val_1.bin", tokens[200:1000])
     args = train_gpt2.Hyperparameters(
         vocab_size=257, n_layer=2, n_head=2, n_embd=32, batch_size=8, device_batch_size=4,
-        sequence_length=32, num_iterations=60, warmdown_iters=30, learning_rate=0.02,
+        sequence_length=32, num_iterations=60, warmdown_fraction=0.5, learning_rate=0.02,
         muon_learning_rate=0.005, val_loss_every=30, val_tokens=13 * 32, save_every=20,
         keep_checkpoints=9, dtype="float32", device="cpu", compile=False, allow_repeat=True,
         train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin",
@@ -121,22 +121,22 @@ def trained_run(request):
 
 
 def small_state(**settings):
-    """Return what tools read of the model.pt of a small untrained model."""
+    """Return the contents of the model.pt of a small untrained model."""
     shape = dict(vocab_size=257, n_layer=1, n_head=1, n_embd=4, sequence_length=16)
-    args = train_gpt2.Hyperparameters(**shape | settings)
+    args = train_gpt2.Hyperparameters(**dict(dtype="float32") | shape | settings)
+    facts = train_gpt2.settings_with_role(args, "architecture", "training", "growing")
+    facts |= dict(train_data="0" * 12, val_data="1" * 12, encoding=None)
     model = train_gpt2.build_model(args, torch.float32).state_dict()
     return dict(
         format=train_gpt2.FORMAT, run_id="small", step=args.num_iterations, val_loss=1.0,
-        hyperparameters=vars(args), encoding=None, matmul_dtype="torch.float32", model=model,
+        hyperparameters=vars(args), facts=facts, model=model,
     )  # fmt: skip
 
 
 def write_weights(path, state):
-    """Write a .pt file with a valid checksum, as a run does; return its path."""
+    """Write a .pt file as a run does; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state, path)
-    with open(path, "ab") as file:
-        file.write(train_gpt2.crc32_of_file(path).to_bytes(4, "little"))
     return path
 
 
@@ -222,35 +222,34 @@ def trained(settings, processes=1, script=SCRIPT):
     return done.stdout
 
 
-class StopAfter(train_gpt2.StopRequest):
-    """Acts as if a signal arrived after this many checks: one per step and per forward pass."""
+def run_here(settings, steps=math.inf, **changes):
+    """Run in this process and act as if a signal arrived during step number `steps`.
 
-    def __init__(self, checks):
-        super().__init__()
-        self.checks = checks
-
-    def check(self):
-        if self.checks == 0:
-            self.reason = "a signal"
-        self.checks -= 1
-        super().check()
-
-
-def run_here(settings, steps=math.inf, checks=math.inf, **changes):
-    """Run in this process; stop after this many steps or checks. Return main's result."""
+    Return main's result.
+    """
     args = train_gpt2.Hyperparameters(**{**settings, **changes})
-    read_batch = train_gpt2.read_batch
-    steps_left = [steps]
+    stop = train_gpt2.StopRequest()
+    train_step = train_gpt2.train_step
+    steps_left = steps
 
-    def read_batch_or_stop(run):
-        if steps_left[0] == 0:
-            run.stop.reason = "a signal"
-        steps_left[0] -= 1
-        return read_batch(run)
+    def counted_step(run, inputs, targets):
+        nonlocal steps_left
+        steps_left -= 1
+        if steps_left == 0:
+            stop.requested = True
+        return train_step(run, inputs, targets)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt2, "read_batch", read_batch_or_stop)
-        return train_gpt2.main(args, StopAfter(checks))
+        patch.setattr(train_gpt2, "train_step", counted_step)
+        return train_gpt2.main(args, stop)
+
+
+def take_step(model, optimizers, inputs, targets, args):
+    """Call train_step as a run does; return the mean loss over all ranks."""
+    micro_batch = min(len(inputs), args.device_batch_size)
+    stop = train_gpt2.StopRequest()
+    run = SimpleNamespace(model=model, optimizers=optimizers, micro_batch=micro_batch, stop=stop)
+    return train_gpt2.train_step(run, inputs, targets)[0]
 
 
 def options(settings):
@@ -283,18 +282,18 @@ def faulty_script(folder, fault, when="step == 4", rank=0, script=SCRIPT):
     """
     condition = f'({when}) and os.environ.get("RANK", "0") == "{rank}"'
     code = f"""
-read_batch = train_gpt2.read_batch
+train_step = train_gpt2.train_step
 first_step = None
 
-def faulty(run):
+def faulty(run, inputs, targets):
     global first_step
     step = run.step
     first_step = step if first_step is None else first_step
     if {condition}:
         {fault}
-    return read_batch(run)
+    return train_step(run, inputs, targets)
 
-train_gpt2.read_batch = faulty"""
+train_gpt2.train_step = faulty"""
     return launcher(folder, code, script)
 
 
@@ -323,11 +322,11 @@ def run_tool(name, *arguments, **options):
 
 
 def validations(text):
-    """Return [(step, loss, data hash)] of the validation lines in a log."""
+    """Return [(step, loss)] of the validation lines in a log."""
     line = r"^step:(\d+)/\d+ val_loss:(\d+\.\d{4}) train_time:\d+ms step_avg:\d+\.\d\dms "
-    rows = re.findall(line + r"data_hash:([0-9a-f]{12}) lr:[\d.e-]+$", text, re.M)
+    rows = re.findall(line + r"lr:[\d.e-]+$", text, re.M)
     assert len(rows) == len(re.findall(r"^step:.* val_loss:", text, re.M)), text
-    return [(int(step), float(loss), data_hash) for step, loss, data_hash in rows]
+    return [(int(step), float(loss)) for step, loss in rows]
 
 
 def losses(text):
@@ -341,11 +340,12 @@ def checkpoints(folder):
 
 
 def bits(path):
-    """Return a bit-exact copy of a checkpoint, less its times, its name and changeable settings."""
+    """Return a bit-exact copy of a checkpoint, less its time, its name and its settings.
+
+    The facts, which remain, include the settings that decide the result.
+    """
     state = torch.load(path, weights_only=True)
-    fixed = train_gpt2.settings_in("model", "training")
-    state["hyperparameters"] = {name: state["hyperparameters"][name] for name in fixed}
-    del state["train_seconds"], state["run_id"]
+    del state["train_seconds"], state["run_id"], state["hyperparameters"]
     return bits_of(state)
 
 

@@ -4,17 +4,21 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import ab
 import compare
 import numpy as np
 import pytest
+import repeat
 import rerun
 import runlog
-from conftest import ROOT, TINY, run_tool, write_shard
+from conftest import ROOT, SCRIPT, TINY, options, run_tool, write_shard
+from scipy import stats
 from test_records import write_group, write_log
 
-from train_gpt2 import Hyperparameters, main
+from train_gpt2 import Hyperparameters, main, parse_args
 
 
 # ---- compare.py ---------------------------------------------------------------------------------
@@ -55,17 +59,16 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
         ({"source": "another"}, {}, TARGET, "in: source of train_gpt2.py"),
         ({"torch": "2.5.1"}, {}, TARGET, "in: torch 2.5.1 against 2.13.0"),
         ({"processes": 2}, {}, TARGET, "these runs differ in number of processes"),
-        ({}, {"val_hash": "bb"}, AGAINST, "these runs differ in validation tokens (val_hash)"),
-        ({}, {"hash": "2" * 12}, AGAINST, "the training data differ: data_hash after"),
+        ({}, {"val_data": "cc"}, AGAINST, "these runs differ in validation data"),
+        ({}, {"train_data": "cc"}, AGAINST, "these runs differ in training data"),
         ({}, {"val_tokens": 72}, AGAINST, "these runs differ in number of validation tokens"),
         ({}, {"sequence_length": 4}, AGAINST, "these runs differ in sequence_length"),
         ({}, {"device": "CPU two"}, AGAINST, "these runs differ in hardware"),
-        ({}, {"products": "torch.bfloat16"}, AGAINST, "these runs differ in dtype of products"),
+        ({}, {"matmul_dtype": "bfloat16"}, AGAINST, "these runs differ in dtype of matmuls"),
         ({}, {"first": 21}, AGAINST, "these runs differ in schedule"),
         ({}, {"num_iterations": 20}, AGAINST, "a read 1,280 tokens and b 640: the first side may"),
         ({}, {"loss": 1.2}, AGAINST, "all losses of b are {1.2}: a test needs some spread"),
         ({}, {}, "--target=1.5 --n=5", "a has 3 runs, but n=5 was fixed in advance"),
-        ({}, {}, "--target=inf", "--target=inf must be a loss"),
         ({}, {}, "--target=1.7", "not the target in the logs, 1.5"),
         ({}, {}, "--against {}/a*", "a log is on both sides"),
         ({}, {}, "--against {}/b_seed1.txt", "b has 1 run"),
@@ -81,26 +84,6 @@ def test_incomparable_runs_are_rejected(third, other, arguments, sentence, tmp_p
         write_log(tmp_path / f"b_seed{seed}.txt", **{"loss": loss, "seed": seed, **other})
     with pytest.raises((ValueError, SystemExit), match=re.escape(sentence)):
         compare.main([f"{tmp_path}/a*", *arguments.format(tmp_path).split()])
-
-
-def test_data_hashes_are_only_compared_within_one_stream(tmp_path, capsys):
-    """Shuffled runs have a hash per seed, and old scripts had a longer one."""
-    for seed, loss in enumerate([1.2, 1.3, 1.25], 1):
-        values = dict(seed=seed, hash=f"{seed}" * 12, shuffle=True)
-        write_log(tmp_path / f"a_seed{seed}.txt", loss, **values)
-        write_log(tmp_path / f"b_seed{seed}.txt", loss + 1, **values)
-        write_log(tmp_path / f"old_seed{seed}.txt", loss + 1, seed=seed, hash="2" * 16)
-        write_log(tmp_path / f"plain_seed{seed}.txt", loss, seed=seed, hash="1" * 12)
-        write_log(tmp_path / f"more_seed{seed}.txt", loss + 1, seed=seed, train_tokens=99)
-    a = f"{tmp_path}/a*"
-    assert compare.main([a, "--against", f"{tmp_path}/b*", "--n=3"]) == 0
-    assert compare.main([f"{tmp_path}/plain*", "--against", f"{tmp_path}/old*", "--n=3"]) == 0
-    assert "No record" not in capsys.readouterr().out
-    assert compare.main([a, "--against", f"{tmp_path}/more*", "--n=3"]) == 1
-    assert "No record: the logs do not hold the training tokens" in capsys.readouterr().out
-    write_log(tmp_path / "b_seed2.txt", 2.3, seed=2, hash="f" * 12, shuffle=True)
-    with pytest.raises(ValueError, match="the training data differ"):
-        compare.main([a, "--against", f"{tmp_path}/b*"])
 
 
 # ---- ab.py: the table ---------------------------------------------------------------------------
@@ -125,19 +108,14 @@ def test_the_table_of_two_commands(tmp_path, capsys):
 @pytest.mark.parametrize(
     "of_b, sentence",
     [
-        ({"hash": "2" * 12}, "the training data differ"),
-        ({"hash": "2" * 16, "train_tokens": 99}, "no data_hash in common"),
+        ({"train_data": "cc"}, "these runs differ in training data"),
         ({"stopped_at": 30}, "B_round1.txt has no result, unfinished at step 30 of 40"),
-        ({"seed": 1}, r"share a seed: \[1, 1\]"),
     ],
 )
 def test_incomparable_arms_are_rejected(of_b, sentence, tmp_path):
     write_rounds(tmp_path, **of_b)
     with pytest.raises(ValueError, match=sentence):
         ab.main(["--logs", str(tmp_path)])
-
-
-def test_an_arm_without_all_rounds_is_rejected(tmp_path):
     write_rounds(tmp_path)
     (tmp_path / "B_round2.txt").unlink()
     with pytest.raises(ValueError, match=r"B has the rounds \[1\], not \[1, 2\]"):
@@ -199,19 +177,12 @@ def test_arms_are_interleaved_and_continued(fake, tmp_path, capsys):
     times = {path: path.stat().st_mtime_ns for path in out.glob("*.txt")}
     # Killed in the middle of a round: finished runs stay, and the begun one is resumed.
     begun = out / "B_round2.txt"
-    begun.write_text(begun.read_text().partition("\nresult ")[0] + "\n")
+    begun.write_text(begun.read_text().partition("\nval_loss: ")[0] + "\n")
     ab.main([*command, "--rounds=4"])
     name, resume, _ = json.loads((out / "runs").read_text().splitlines()[-1])
     assert (name, resume) == ("B_round2", "auto")
     assert {path for path in times if path.stat().st_mtime_ns != times[path]} == {begun}
     assert "ms a step" not in capsys.readouterr().out  # its runs were not interleaved
-    (out / "notes.txt").write_text("no log")
-    own = out / "A_round5.txt"
-    own.write_text("mine")
-    with pytest.raises(ValueError, match=r"A_round5\.txt is not a log"):
-        ab.main([*command, "--rounds=6"])
-    assert own.read_text() == "mine"
-    own.unlink()
     (tmp_path / "train_gpt2.py").write_text(FAKE + "# edited")
     with pytest.raises(ValueError, match="pass another --out"):
         ab.main([*command, "--rounds=4"])
@@ -222,13 +193,11 @@ def test_arms_are_interleaved_and_continued(fake, tmp_path, capsys):
     "arguments, sentence",
     [
         (["{fake}", "--arm=b: --fail=1"], "ended with 1: one sentence"),
-        (["{fake}", "{fake}", "--out={tmp_path}/other"], "B_round2.txt is not a log of this"),
+        (["{fake}", "{fake}", "--out={tmp_path}/other"], "other holds logs of other runs"),
         (["{fake}", "{fake} --cut=1"], "unfinished at step 29 of 40"),
         (["bash run.sh", "{fake}"], "'bash run.sh' names no script"),
         (["{fake}", "{fake}", "--arm=B: --x=1"], "must have different names"),
-        (["{fake}", "--arm=b c: --x=1", "--arm=b_c: --x=2"], "must have different names"),
         (["{fake}", "--arm=--max_ngram=0"], "must be `NAME: --setting=value"),
-        (["{fake}", "--arm=b:"], "must be `NAME: --setting=value"),
         (["{fake}", "--arm=b: no.diff"], "an existing file"),
         (["{fake}", "--arm=b: {tmp_path}/old.diff"], "does not apply: 0 places in"),
         (["{fake}", "--arm=b: {tmp_path}/twice.diff"], "does not apply: 2 places in"),
@@ -240,16 +209,40 @@ def test_arms_are_interleaved_and_continued(fake, tmp_path, capsys):
 def test_invalid_commands_are_rejected(arguments, sentence, fake, tmp_path, capsys):
     (tmp_path / "old.diff").write_text("--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-nothing\n+more\n")
     (tmp_path / "twice.diff").write_text("@@\n-# line\n+more\n")
-    other = tmp_path / "other" / "B_round2.txt"
-    other.parent.mkdir()
-    other.write_text("mine")
+    write_log(tmp_path / "other" / "B_round2.txt")
     with open(tmp_path / "train_gpt2.py", "a") as script:
         script.write("# line\n" * 2)
     arguments = [text.format(fake=fake, tmp_path=tmp_path) for text in arguments]
     with pytest.raises((ValueError, SystemExit)) as refused:
         ab.main(["--rounds=2", f"--out={tmp_path}/out", *arguments])
     assert sentence in f"{refused.value}{capsys.readouterr().err}"
-    assert [path.read_text() for path in other.parent.iterdir()] == ["mine"]
+    assert len([*(tmp_path / "other").iterdir()]) == 1
+
+
+# ---- repeat.py ----------------------------------------------------------------------------------
+def test_a_series_of_seeds_is_trained_and_extended(tiny, monkeypatch, capsys):
+    def run_here(command):
+        assert command[:2] == [sys.executable, SCRIPT]
+        main(parse_args(command[2:]))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(repeat, "subprocess", SimpleNamespace(run=run_here))
+    monkeypatch.setattr(repeat, "signal", SimpleNamespace(SIGINT=0, signal=lambda *_: None))
+    settings = ["--run_id=mine", "--target_val_loss=4", *options(tiny)]
+    repeat.main(["2", *settings])
+    repeat.main(["3", *settings])
+    logs = [Path(tiny["log_dir"], f"mine_seed{seed}.txt") for seed in (1, 2, 3)]
+    x = [runlog.read(log).val_loss for log in logs]
+    assert logs[0].read_text().count("\nval_loss: ") == 1, "it was trained twice"
+    t, p = stats.ttest_1samp(x, 4, alternative="less")
+    printed = capsys.readouterr().out
+    assert f"| mine | 3 | {np.mean(x):.4f} | {np.std(x, ddof=1):.4f} |" in printed
+    assert f"t={t:.2f} p={p:.2g}; the mean's 95% interval" in printed
+    with pytest.raises(ValueError, match=r"n_layer=2 \(here 1\)"):
+        repeat.main(["3", *settings, "--n_layer=1"])
+    logs[1].write_text(logs[1].read_text().replace("Train GPT-2", "Train", 1))
+    with pytest.raises(ValueError, match="is of another version"):
+        repeat.main(["3", *settings])
 
 
 # ---- rerun.py -----------------------------------------------------------------------------------
@@ -292,17 +285,6 @@ def test_the_experiment_with_the_most_seeds_is_chosen(record):
     assert f"n={len(losses)}: {np.mean(losses):.4f}" == "n=5: 1.2494"  # as README says
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("records/2*")), ids=lambda path: path.name)
-def test_records_with_runs_can_be_rerun(path):
-    if not runlog.logs_in(path):
-        pytest.skip("no log of a training run")
-    run, _ = rerun.choose(path, None)
-    source = next(iter(run.sources.values()))
-    for argument in rerun.arguments_of(run):
-        name = argument[2:].partition("=")[0]
-        assert re.search(rf"^    {name}: ", source, flags=re.M), f"its script does not know {name}"
-
-
 def test_an_old_script_runs_with_its_own_files_and_flags(record, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/data")  # as other programs may leave it
     text = (ROOT / "records" / "2026-11-21_CPU_Record" / "muon_seed1.txt").read_text()
@@ -316,52 +298,40 @@ def test_an_old_script_runs_with_its_own_files_and_flags(record, tmp_path, monke
     assert rerun.judge(again, run=again, group=[again]) == 0
 
 
-@pytest.mark.parametrize(
-    "changes, status, sentence",
-    [
-        ({"loss": 1.25}, 0, "Within the spread of the record"),
-        ({"loss": 9.0}, 1, "NOT within"),
-        ({"products": "torch.int8"}, 0, "products is torch.int8 here, torch.float32 in the record"),
-    ],
-)
-def test_the_verdict_on_a_repetition(changes, status, sentence, tmp_path, capsys):
+def test_the_verdict_on_a_repetition(tmp_path, capsys):
     group = [runlog.read(path) for path in write_group(tmp_path, "a", [1.2, 1.25, 1.3])]
-    again = runlog.read(write_log(tmp_path / "again.txt", seed=9, **changes))
-    assert rerun.judge(again, group[0], group) == status
-    assert sentence in capsys.readouterr().out
-    assert rerun.judge(again, group[0], group[:1]) == 0
-    assert "only one seed" in capsys.readouterr().out
 
+    def judge(group, **changes):
+        again = runlog.read(write_log(tmp_path / "again.txt", seed=9, **changes))
+        status = rerun.judge(again, group[0], group)
+        return status, capsys.readouterr().out
 
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"hash": "2" * 12}, "the training data differ"),
-        ({"hash": "2" * 16, "train_tokens": 9}, "no data_hash"),
-        ({"val_hash": "bb"}, "validation tokens"),
-    ],
-)
-def test_a_repetition_with_other_data_is_rejected(changes, sentence, tmp_path):
-    run = runlog.read(write_log(tmp_path / "a.txt"))
-    again = runlog.read(write_log(tmp_path / "again.txt", seed=9, **changes))
-    with pytest.raises(ValueError, match=sentence):
-        rerun.judge(again, run, [run])
+    status, printed = judge(group, loss=1.25, matmul_dtype="int8")
+    assert status == 0 and "Within the spread of the record" in printed
+    assert "matmul_dtype is int8 here, float32 in the record" in printed
+    status, printed = judge(group, loss=9.0)
+    assert status == 1 and "NOT within" in printed
+    status, printed = judge(group[:1], loss=9.0)
+    assert status == 0 and "only one seed" in printed
+    for name in "train_data", "val_data":
+        with pytest.raises(ValueError, match="these runs differ in"):
+            judge(group, **{name: "cc"})
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
         (["{record}", "x"], "has no run 'x': give one of ['ab/A_round1', 'ab/B_round1'"),
-        # This run began in another log.
-        ([f"{ROOT}/records/2026-11-22_Candidate", "equal_time/B_round1"], "has no run"),
         (["{record}/data"], "holds no log of a training run"),
+        (["{tmp_path}"], "holds no log of a training run"),  # only of one that was continued
         (["{record}/none"], "is not a folder"),
         (["{record}", "--n_layer=9"], "--n_layer=9 would change the experiment"),
     ],
 )
-def test_invalid_reruns_are_rejected(arguments, sentence, record):
+def test_invalid_reruns_are_rejected(arguments, sentence, record, tmp_path):
+    write_log(tmp_path / "continued.txt", first=21)
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        rerun.main([text.format(record=record) for text in arguments])
+        rerun.main([text.format(record=record, tmp_path=tmp_path) for text in arguments])
 
 
 def test_prediction_interval_covers_as_it_says():

@@ -1,7 +1,6 @@
 """evaluate.py: every token counts exactly once, and the loss is that of training."""
 
 import contextlib
-import hashlib
 import json
 import math
 import re
@@ -40,11 +39,10 @@ def test_validation_tokens_give_the_loss_of_the_run(trained_run, capsys):
     training.model.load_state_dict(state["model"])
     exact = train_gpt2.evaluate(training)
     assert exact == pytest.approx(state["val_loss"], abs=1e-6)
-    own = f"the run's own val_loss:{state['val_loss']:.4f} on the same tokens"
     for path in trained_run, trained_run / "state_step0000000060.pt":  # a folder means model.pt
         table, output = run(capsys, path)
         assert table[args.val_files][:2] == [f"{args.val_tokens}", f"{exact:.4f}"]
-        assert (own in output) == (path == trained_run)
+        assert (f"the run logged val_loss:{exact:.4f}" in output) == (path == trained_run)
 
 
 @torch.no_grad()
@@ -80,27 +78,21 @@ def test_a_uniform_model_has_the_loss_of_its_vocabulary_size(tmp_path, capsys):
     for name, tokens, size in zip(names, (8, 5, 1), (8, 3, None)):
         bits = f"{tokens * math.log2(257) / size:.4f}" if size else "n/a"
         assert table[name] == [f"{tokens}", f"{math.log(257):.4f}", "257", bits]
-    state = train_gpt2.read_pt(path)
-    state["model"]["lm_head.weight"][:] = math.nan
-    write_weights(path, state)
-    with pytest.raises(UserError, match="non-finite value in"):
-        run(capsys, path, names[0])
 
 
 def test_gpt2_tokens_have_the_bytes_of_their_text(gpt2_vocabulary, tmp_path, capsys):
     path = write_uniform_model(tmp_path, vocab_size=50304)
     text = "The größte 🎈 <|endoftext|> said:\n\n    def  f(x)…" * 3
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    tokens = weights.encoding_of({"encoding": None}, Hyperparameters()).encode_ordinary(text)
+    tokens = weights.encoding_of({"facts": {"encoding": None}}, Hyperparameters()).encode_ordinary(
+        text
+    )
     write_shard(tmp_path / "b.bin", [50256, *tokens, 50256])
     table, _ = run(capsys, path, tmp_path / "a.txt", tmp_path / "b.bin")
     for name, count in ("a.txt", len(tokens)), ("b.bin", len(tokens) + 1):
         bits = count * math.log2(50304) / len(text.encode())
         expected = [f"{count}", f"{math.log(50304):.4f}", "50304", f"{bits:.4f}"]
         assert table[f"{tmp_path}/{name}"] == expected
-    write_shard(tmp_path / "b.bin", [50256, 50300])  # an id that only pads the vocabulary
-    with pytest.raises(UserError, match="50300"):
-        run(capsys, path, tmp_path / "b.bin")
 
 
 def test_shards_of_another_encoding_are_rejected(tmp_path, capsys):
@@ -114,20 +106,16 @@ def test_shards_of_another_encoding_are_rejected(tmp_path, capsys):
             run(capsys, path, tmp_path / "a.bin")
 
 
-def test_the_val_loss_of_the_run_is_shown_for_equal_tokens_only(tmp_path, capsys):
-    path = write_uniform_model(tmp_path, val_tokens=32)
-    write_shard(tmp_path / "val_0.bin", range(32))
-    with pytest.raises(UserError, match="fewer than the 33"):
+def test_other_validation_tokens_than_those_of_the_run_are_refused(plain_run, tmp_path, capsys):
+    state = train_gpt2.read_pt(plain_run / "model.pt")
+    state["hyperparameters"]["val_files"] = f"{tmp_path}/val_*.bin"
+    path = write_weights(tmp_path / "model.pt", state)
+    for shard in plain_run.parents[1].glob("val_*.bin"):
+        (tmp_path / shard.name).write_bytes(shard.read_bytes())
+    run(capsys, path)
+    write_shard(tmp_path / "val_1.bin", range(200))
+    with pytest.raises(UserError, match="differs from the data that the run was validated on"):
         run(capsys, path)
-    write_shard(tmp_path / "val_1.bin", [7])
-    state = train_gpt2.read_pt(path)
-    here = hashlib.sha256(bytes(x for i in (*range(32), 7) for x in (i, 0))).hexdigest()[:16]
-    for val_hash, same in (here, True), ("0123456789abcdef", False):
-        write_weights(path, {**state, "val_hash": val_hash})
-        _, output = run(capsys, path)
-        assert f"32 | {math.log(257):.4f}" in output
-        assert ("val_loss:1.0000 on the same tokens" in output) == same
-        assert (f"other tokens (val_hash {val_hash})" in output and here in output) != same
 
 
 @pytest.mark.parametrize(
@@ -141,7 +129,7 @@ def test_the_val_loss_of_the_run_is_shown_for_equal_tokens_only(tmp_path, capsys
         (["--stride=0"], "--stride=0"),
         (["--stride=17"], "--stride=17"),
         (["--encoding=gpt7"], "gpt7"),
-        (["--device=cuda"], "no GPU"),
+        (["--device=cuda"], "needs a GPU"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, sentence, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""train_gpt2.py as a single file: its imports, its help, and the example in README."""
+"""train_gpt2.py as a single file: its imports, its help, and the Python examples in README."""
 
 import ast
 import dataclasses
@@ -28,7 +28,7 @@ def test_it_imports_only_torch_and_numpy():
 
 
 def test_a_copy_in_an_empty_folder_finishes_a_run_of_the_repository(tiny, tmp_path, capsys):
-    """The losses, the data hash and the weights are those of a run without an interruption."""
+    """The losses and the weights are those of a run without an interruption."""
     fields = {**tiny, "run_id": "run", "save_every": 6}
     run_here(fields)
     whole = capsys.readouterr().out
@@ -107,11 +107,6 @@ def run_examples_of_readme():
     return names
 
 
-def test_the_slurm_file_in_readme_is_the_one_that_was_run():
-    recorded = (ROOT / "records/2026-11-25_Slurm/train.sbatch").read_text()
-    assert f"```bash\n{recorded}```" in (ROOT / "README.md").read_text()
-
-
 @pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)])
 def test_the_short_muon_in_readme_equals_the_real_one(shape):
     """Up to the rounding of updates to bfloat16, over several steps."""
@@ -125,7 +120,6 @@ def test_the_short_muon_in_readme_equals_the_real_one(shape):
         muon.step()
         muon_step(weight, parameter.grad, momentum, lr=0.01, mu=0.9)
     torch.testing.assert_close(parameter.detach(), weight, rtol=0, atol=1e-3)
-    torch.testing.assert_close(muon.state[parameter]["momentum_buffer"], momentum)
 
 
 def test_the_muon_example_in_readme_runs():

@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 
+import fineweb
 import pytest
 from conftest import ROOT, write_shard
 
@@ -63,19 +65,20 @@ class Hub(http.server.ThreadingHTTPServer):
             for i, name in enumerate(NAMES)
         }
         sums = {name: hashlib.sha256(self.files[name]).hexdigest() for name in NAMES[:2]}
-        manifest = {"repository": "me/mine", "revision": "f" * 40, "sha256": sums}
+        manifest = {"repository": "me/mine", "revision": "f" * 40, "sha256": sums, "bytes": 10**9}
         (folder / "fineweb.json").write_text(json.dumps(manifest))
         for name in "fineweb.py", "shards.py":
             shutil.copy(ROOT / "data" / name, folder)
 
-    def start(self, shards=2, port=None):
+    def start(self, shards=2, port=None, options=("--yes",), stdin=subprocess.DEVNULL):
         """Start the copy of data/fineweb.py; return the process."""
         endpoint = f"http://127.0.0.1:{port or self.server_port}"
         settings = dict(
             HF_ENDPOINT=endpoint, HF_HOME=str(self.folder / "home"), NO_PROXY="127.0.0.1"
         )
-        command = [sys.executable, self.folder / "fineweb.py", str(shards), "--out", self.out]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, self.folder / "fineweb.py", "--out", self.out, *options]
+        command.append(f"--shards={shards}")
+        pipes = dict(stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen(command, env={**os.environ, **settings}, **pipes)
 
     def run(self, **options):
@@ -144,6 +147,45 @@ def test_an_interrupted_download_stops_at_once_and_can_be_continued(hub):
     assert sorted(os.listdir(hub.out)) == sorted(NAMES)
 
 
-def test_a_number_of_shards_that_does_not_exist_is_refused(hub):
-    code, _, stderr = hub.run(shards=104)
-    assert code == 1 and "N=104 must be between 0 and 103" in stderr and not hub.downloads
+@pytest.mark.parametrize("answer", [None, "n\n", "y\n"])
+def test_a_download_needs_consent_on_a_terminal_or_yes(hub, answer):
+    """The question names the size of the missing files only."""
+    hub.out.mkdir()
+    (hub.out / TARGET).write_bytes(hub.files[TARGET])
+    stdin = subprocess.DEVNULL
+    if answer is not None:
+        terminal, stdin = pty.openpty()
+        os.write(terminal, answer.encode())
+    code, stdout, stderr = hub.run(options=(), stdin=stdin)
+    assert (f"Download 2.0 GB of FineWeb into {hub.out}?" in stdout) == (answer is not None)
+    if answer == "y\n":
+        assert code == 0 and hub.contents() == hub.files
+        assert sorted(hub.downloads) == sorted([NAMES[0], NAMES[2]])
+        assert hub.run(options=())[0] == 0  # nothing is missing, so there is no question
+    else:
+        assert code == 1 and "pass --yes" in stderr and not hub.downloads
+
+
+@pytest.mark.parametrize(
+    "settings, shards",
+    [
+        ([], 27),
+        (["--preset=record21"], 7),
+        (["--num_iterations=3"], 1),
+        (["--batch_size=10", "--sequence_length=10000", "--num_iterations=999"], 1),
+        (["--batch_size=10", "--sequence_length=10000", "--num_iterations=1000"], 2),
+        (["--num_iterations=100000", "--allow_repeat=True"], 103),
+    ],
+)
+def test_a_run_gets_the_shards_that_it_needs(settings, shards):
+    """A run reads one more token than its steps have inputs."""
+    assert fineweb.shards_for(settings) == shards
+
+
+def test_invalid_arguments_are_refused(hub):
+    for shards, options, sentence in [
+        (104, (), "--shards=104 must be between 0 and 103"),
+        (1, ("--seed=1",), "leave out --seed=1"),
+    ]:
+        code, _, stderr = hub.run(shards=shards, options=options)
+        assert code > 0 and sentence in stderr and not hub.downloads

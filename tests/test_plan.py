@@ -12,7 +12,6 @@ import compare_plan
 import pytest
 from conftest import ROOT
 
-RECORD = ROOT / "records" / "2026-11-23_Plan"
 VERSIONS = {"torch": "2.13.0", "triton": "3.7.1"}  # gpu_compiler.py changes parts of both
 installed = {d.name: d.version.split("+")[0] for d in importlib.metadata.distributions()}
 compiles = pytest.mark.skipif(not VERSIONS.items() <= installed.items(), reason=f"needs {VERSIONS}")
@@ -107,18 +106,16 @@ def test_a_plan_for_three_gpus_adds_up():
     wanted = {"products of head and loss", "attention, backward", "Newton-Schulz", "AdamW"}
     wanted |= {"Adagrad", "n-grams", "gradient accumulation", "communication"}
     assert wanted <= ms.keys()
-    # Gradients travel in the dtype of the weights, which is bfloat16 for the embedding. Muon's
-    # updates travel in bfloat16, one all-reduce for each learning rate. Then 4 single weights
-    # and the loss.
+    # Gradients are summed by shape and dtype, which is bfloat16 for the embedding: three shapes of
+    # matrices, head, embedding, n-grams, and 4 single weights. Muon's updates travel in bfloat16,
+    # one all-reduce for each learning rate. The last all-reduce sums the loss and the wish to stop.
     matrices, head, ngrams = 12 * 32**2, 64 * 32, 500 * 32
-    size = 4 * (matrices + head + ngrams + 4) + 2 * head + 2 * matrices + 4
-    assert f"5 all_reduce, {size / 1e6:.1f} MB" in page
-
-
-@compiles
-def test_an_invalid_number_of_gpus_is_rejected_in_one_sentence():
-    _, error = run_tool("records/tools/plan.py", "--world_size=7", status=1)
-    assert error == "plan.py: world_size=7 must divide batch_size=512\n"
+    size = 4 * (matrices + head + ngrams + 4) + 2 * head + 2 * matrices + 2 * 4
+    collectives = rf"10 all_reduce, {size / 1e6:.1f} MB in total. They take ([\d.]+) ms."
+    pattern = collectives + r" The GPU waits for ([\d.]+) ms"
+    [network, waited] = map(float, re.search(pattern, page).groups())
+    assert waited == pytest.approx(ms["communication"], abs=0.005)
+    assert 0 < waited < network  # a part is hidden
 
 
 @compiles
@@ -131,21 +128,11 @@ def test_a_step_compiles_for_other_architectures(device):
 
 
 @pytest.mark.parametrize(
-    "tool, missing",
-    [
-        ("plan.py", "torch==2.13.0"),
-        ("plan.py", "triton==3.7.1"),
-        ("compare_plan.py", "numpy"),
-    ],
+    "tool, missing", [("plan.py", "torch==2.13.0"), ("compare_plan.py", "numpy")]
 )
-def test_a_missing_package_is_named_in_one_sentence(tool, missing, tmp_path):
-    """Option -S hides the packages; then only the metadata in tmp_path are visible."""
-    if missing.startswith("triton"):
-        folder = tmp_path / "torch-2.13.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text("Name: torch\nVersion: 2.13.0+cu130\n")
-    path = f"records/tools/{tool}"
-    _, error = run_tool(path, "--help", status=1, options=["-S"], PYTHONPATH=str(tmp_path))
+def test_a_missing_package_is_named_in_one_sentence(tool, missing):
+    """Option -S hides the packages."""
+    _, error = run_tool(f"records/tools/{tool}", "--help", status=1, options=["-S"])
     fix = f"{sys.executable} -m pip install {missing}"
     assert error == f"{tool}: {missing} is not installed: {fix}\n"
 
@@ -170,33 +157,3 @@ def test_a_plan_is_compared_with_a_trace(tmp_path, capsys):
     plan.write_text("no table")
     with pytest.raises(ValueError, match=r"plan.txt holds no plan"):
         compare_plan.main([str(plan), str(trace)])
-
-
-# ---- Figures of the READMEs ---------------------------------------------------------------------
-def figures(path):
-    """Return (ms per step, minutes, peak GB) as a plan prints them."""
-    text = path.read_text()
-    [step] = re.findall(r"^\| step \|.* ([\d.]+) \| 100.0% \|$", text, re.M)
-    [minutes] = re.findall(r"steps in ([\d.]+) minutes", text)
-    [memory] = re.findall(r"^Peak memory: ([\d.]+) GB", text, re.M)
-    return step, minutes, memory
-
-
-def test_the_record_shows_the_figures_of_its_logs():
-    page = (RECORD / "README.md").read_text()
-    for path in sorted((RECORD / "before").iterdir()):
-        row = [path.stem]
-        for before, after in zip(figures(path), figures(RECORD / "after" / path.name)):
-            row += [before, after]
-        assert f"| {' | '.join(row)} |" in page, row
-
-
-def test_estimates_of_the_main_readme_are_those_of_the_record():
-    allowed = set()
-    modern = ROOT / "records" / "2026-11-25_Modern_Model" / "plan"
-    for path in [*(RECORD / "after").iterdir(), *modern.iterdir()]:
-        _, minutes, memory = map(float, figures(path))
-        allowed |= {f"{minutes:.1f} min", f"{minutes / 60:.0f} hours", f"{memory:.0f} GB"}
-    page = (ROOT / "README.md").read_text()
-    shown = re.findall(r"([\d.]+ (?:min|hours|GB))(?=[^|;\n]*estimated)", page)
-    assert len(shown) >= 5 and set(shown) <= allowed

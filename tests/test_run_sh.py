@@ -1,102 +1,96 @@
-"""run.sh: which command it starts, what it asks, and what it refuses before it starts anything."""
+"""run.sh: which command it starts, and what it refuses before it starts anything."""
 
 import os
-import pty
 import shutil
-import signal
 import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
 
 from train_gpt2 import parse_args
 
-# A stand-in for Python, which prints its arguments. As the training, it also runs $STOP, which
-# sends a signal, and then waits for the signal to arrive.
-STUB = """#!/bin/sh
+# A stand-in for Python, which prints its arguments.
+STUB = f"""#!/bin/sh
 case "$*" in
 *device_count*) echo $GPUS ;;
+*train_gpt2.cli*) exec {sys.executable} "$@" ;;
 *-c*) ;;
-*train_gpt2.py*)
-    trap 'echo saved; sleep 0.3; kill $!; exit ${STATUS:-0}' TERM INT
-    echo "$*"
-    [ -z "$STOP" ] || { sleep 30 >/dev/null 2>&1 & eval "$STOP"; wait; }
-    exit ${STATUS:-0} ;;
+*repeat.py*) echo "NPROC=$NPROC $*" ;;
+*fineweb.py*) echo "$*"; exit ${{FINEWEB_STATUS:-0}} ;;
 *) echo "$*" ;;
 esac
 """
 
+# A stand-in for train_gpt2.py, whose run finishes, is stopped by a signal, or fails.
+TRAINING = """
+import os, sys
+from pathlib import Path
 
-def default_signals():
-    """Undo what pytest or an earlier test ignores, because a shell cannot trap what it inherits."""
-    for number in signal.SIGINT, signal.SIGTERM:
-        signal.signal(number, signal.SIG_DFL)
+def cli(argv):
+    print("train_gpt2.py", argv[0])
+    weights = Path("logs", argv[1].removeprefix("--run_id="), "model.pt")
+    if os.environ["OUTCOME"] == "finished":
+        weights.parent.mkdir(parents=True)
+        weights.touch()
+    if os.environ["OUTCOME"] == "failed":
+        sys.exit(3)
+"""
 
 
-def run_sh(folder, *arguments, gpus=0, stdin=subprocess.DEVNULL, cwd=None, **changes):
-    """Run a copy of run.sh with stand-ins for Python and the tools.
-
-    Returns (exit status, lines of stdout without the path of the folder, stderr). cwd: the current
-    folder, by default the one of run.sh. changes: environment variables.
-    """
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with run.sh, the tools and the stand-in for Python. Its path contains a space."""
+    folder = tmp_path / "a clone"
+    shutil.copytree(ROOT / "records/tools", folder / "records/tools")
     shutil.copy(ROOT / "run.sh", folder)
-    requirements = ROOT / "requirements.txt", *ROOT.glob("*/requirements.txt")
-    shutil.copytree(ROOT / "records/tools", folder / "records/tools", dirs_exist_ok=True)
-    for path in requirements:
+    for path in ROOT / "requirements.txt", *ROOT.glob("*/requirements.txt"):
         copy = folder / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.parent.mkdir(exist_ok=True)
         copy.touch()
     (folder / "python").write_text(STUB)
     (folder / "python").chmod(0o755)
+    return folder
+
+
+def run_sh(clone, *arguments, gpus=0, cwd=None, **changes):
+    """Start the run.sh of a clone, in cwd, by default the clone.
+
+    Returns (exit status, lines of stdout without the path of the clone, stderr). changes:
+    environment variables.
+    """
     done = subprocess.run(
-        ["bash", folder / "run.sh", *arguments],
-        env={**os.environ, "PYTHON": f"{folder}/python", "GPUS": str(gpus), **changes},
-        stdin=stdin,
-        cwd=cwd or folder,
+        ["bash", clone / "run.sh", *arguments],
+        env={**os.environ, "PYTHON": f"{clone}/python", "GPUS": str(gpus), **changes},
+        stdin=subprocess.DEVNULL,
+        cwd=cwd or clone,
         capture_output=True,
         text=True,
         timeout=60,
-        start_new_session=True,
-        preexec_fn=default_signals,
     )
-    return done.returncode, done.stdout.replace(f"{folder}/", "").splitlines(), done.stderr
+    return done.returncode, done.stdout.replace(f"{clone}/", "").splitlines(), done.stderr
 
 
 @pytest.mark.parametrize(
     "given, command",
     [
         ("sample Hello --tokens=3", "records/tools/sample.py Hello --tokens=3"),
-        ("export --out=x", "records/tools/export.py --out=x"),
-        ("report logs/a.txt", "records/tools/report.py logs/a.txt"),
-        ("records/2026-11-22_CPU_Step", "records/tools/rerun.py records/2026-11-22_CPU_Step"),
+        ("records/2026-11-25_Minutes", "records/tools/rerun.py records/2026-11-25_Minutes"),
+        ("../a/records/x", "records/tools/rerun.py ../a/records/x"),
         ("pack a --out b", "data/pack.py a --out b"),
         ("check --preset text", "records/tools/check.py --preset=cpu --preset text"),
         ("profile --seed=1", "records/tools/step_profile.py --preset=cpu --seed=1"),
+        ("--help", "train_gpt2.py --preset=cpu --help"),
     ],
 )
-def test_run_sh_starts_the_tools(given, command, tmp_path):
-    status, lines, _ = run_sh(tmp_path, *given.split())
+def test_run_sh_starts_the_tools_from_any_folder(given, command, clone, tmp_path):
+    status, lines, _ = run_sh(clone, *given.split(), cwd=tmp_path)
     assert (status, lines[-1]) == (0, command)
 
 
-def test_paths_are_relative_to_where_the_user_stands(tmp_path):
-    """run.sh finds its own files from any folder, even if the path contains a space."""
-    folder, elsewhere = tmp_path / "a copy", tmp_path / "elsewhere"
-    folder.mkdir()
-    (elsewhere / "data" / "fineweb10B").mkdir(parents=True)
-    pack = run_sh(folder, "pack", "a.txt", "--out", "b", cwd=elsewhere)
-    assert (pack[0], pack[1][-1]) == (0, "data/pack.py a.txt --out b")
-    rerun = run_sh(folder, "../a copy/records/x", cwd=elsewhere)
-    assert (rerun[0], rerun[1][-1]) == (0, "records/tools/rerun.py ../a copy/records/x")
-    for i in range(1, 28):  # these are found, so nothing is downloaded
-        (elsewhere / "data" / "fineweb10B" / f"fineweb_train_{i:06d}.bin").touch()
-    train = run_sh(folder, "--seed=1", gpus=1, cwd=elsewhere)
-    assert (train[0], train[1][-1]) == (0, "train_gpt2.py --seed=1")
-
-
-def test_run_sh_data_packs_the_sources_of_torch(tmp_path):
+def test_run_sh_data_packs_the_sources_of_torch(clone):
     """As rerun.py needs it."""
-    status, lines, _ = run_sh(tmp_path, "data")
+    status, lines, _ = run_sh(clone, "data")
     assert status == 0 and lines[0].startswith("data/pack.py ")
     assert "differs from the record's data" in lines[-1]
 
@@ -105,7 +99,7 @@ def test_run_sh_data_packs_the_sources_of_torch(tmp_path):
     "gpus, nproc, given, processes, command",
     [
         (0, "", "--seed=1", 1, "--preset=cpu --seed=1"),
-        (0, "2", "--seed=1", 2, "--preset=cpu --seed=1"),
+        (0, "2", "", 2, "--preset=cpu"),
         (0, "", "--preset=text", 1, "--preset=cpu --preset=text"),
         (8, "", "--yes --seed=1", 8, "--seed=1"),
         (8, "1", "--seed=1 --yes", 1, "--seed=1"),
@@ -113,61 +107,61 @@ def test_run_sh_data_packs_the_sources_of_torch(tmp_path):
         (8, "", "--preset=cpu --seed=1", 1, "--preset=cpu --preset=cpu --seed=1"),
     ],
 )
-def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, given, processes, command, tmp_path):
+def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, given, processes, command, clone):
     """--preset=cpu stays on the CPU."""
-    status, lines, _ = run_sh(tmp_path, *given.split(), gpus=gpus, NPROC=nproc)
+    status, lines, _ = run_sh(clone, *given.split(), gpus=gpus, NPROC=nproc)
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
     assert (status, lines[-1]) == (0, launcher * (processes > 1) + "train_gpt2.py " + command)
     parse_args(command.split())
 
 
-def test_run_sh_does_not_pack_the_records_data_for_a_users_own(tmp_path):
-    for command in "check", "profile", "":
-        assert len(run_sh(tmp_path, *command.split(), "--train_files=mine.bin")[1]) <= 2
-
-
-@pytest.mark.parametrize("answer", [None, "n\n", "y\n"])
-def test_a_download_needs_consent_on_a_terminal_or_yes(answer, tmp_path):
-    options = {}
-    if answer is not None:
-        terminal, options["stdin"] = pty.openpty()
-        os.write(terminal, answer.encode())
-    status, lines, stderr = run_sh(tmp_path, "--seed=1", gpus=8, **options)
-    assert ("Download 5.6 GB" in stderr) == (answer is not None)
-    fetched = "data/fineweb.py --out data/fineweb10B" in lines
-    assert (status == 0) == fetched == (answer == "y\n")
-    assert ("pass --yes" in stderr) == (answer != "y\n")
-
-
-def test_existing_shards_need_no_consent(tmp_path):
-    (tmp_path / "data" / "fineweb10B").mkdir(parents=True)
-    for i in range(1, 28):
-        (tmp_path / "data" / "fineweb10B" / f"fineweb_train_{i:06d}.bin").touch()
-    assert run_sh(tmp_path, gpus=1)[0] == 0
-
-
 @pytest.mark.parametrize(
-    "stop", ["", "kill -TERM $PPID", "kill -INT 0"], ids=["", "SIGTERM to run.sh", "Ctrl-C"]
+    "gpus, nproc, given, command",
+    [
+        (0, "", "", "NPROC=1 records/tools/repeat.py --preset=cpu 5"),
+        (0, "2", "--seed=1", "NPROC=2 records/tools/repeat.py --preset=cpu 5 --seed=1"),
+        (8, "", "--seed=1 --yes", "NPROC=8 records/tools/repeat.py 5 --seed=1"),
+    ],
 )
-@pytest.mark.parametrize("status", [0, 3])
-def test_run_sh_ends_the_cpu_record_with_a_sample(status, stop, tmp_path):
-    """There is none if the training fails or is stopped; run.sh then passes on its status."""
-    done, lines, stderr = run_sh(tmp_path, STATUS=str(status), STOP=stop)
+def test_run_sh_repeats_a_run_with_its_data(gpus, nproc, given, command, clone):
+    status, lines, _ = run_sh(clone, "repeat", "5", *given.split(), gpus=gpus, NPROC=nproc)
+    assert (status, lines[-1]) == (0, command)
+    data = f"data/fineweb.py {given}" if gpus else "data/pack.py  --pattern"
+    assert lines[1].startswith(data)
+
+
+def test_run_sh_prepares_no_data_for_a_users_own(clone):
+    for command in "check", "profile", "repeat 5", "":
+        lines = run_sh(clone, *command.split(), "--train_files=mine.bin", gpus=1)[1]
+        assert not any("fineweb.py" in line or "pack.py" in line for line in lines)
+
+
+def test_run_sh_does_not_train_without_its_data(clone):
+    status, lines, _ = run_sh(clone, "--preset=record21", gpus=8, FINEWEB_STATUS="3")
+    assert (status, lines[-1]) == (3, "data/fineweb.py --preset=record21")
+
+
+@pytest.mark.parametrize("outcome, status", [("finished", 0), ("stopped", 0), ("failed", 3)])
+def test_run_sh_ends_the_cpu_record_with_a_sample(outcome, status, clone):
+    """There is none if the training fails or is stopped."""
+    (clone / "train_gpt2.py").write_text(TRAINING)
+    (clone / "records/tools/sample.py").write_text("def main(argv): print('sample.py', *argv)\n")
+    done, lines, stderr = run_sh(clone, OUTCOME=outcome)
     assert done == status, stderr
-    assert ("saved" in lines) == (stop != "")
-    assert (lines[-1] == "records/tools/sample.py def ") == (status == 0 and not stop)
+    assert "train_gpt2.py --preset=cpu" in lines
+    assert ("sample.py def " in lines[-1]) == (outcome == "finished")
 
 
 @pytest.mark.parametrize("word", ["weights", "runlog", "trian"])
-def test_what_is_no_tool_is_rejected(word, tmp_path):
+def test_what_is_no_tool_is_rejected(word, clone):
     """Nor are the modules of the tools."""
-    status, lines, stderr = run_sh(tmp_path, word)
+    status, lines, stderr = run_sh(clone, word)
     assert (status, lines, stderr.count("\n")) == (1, [], 1)
     assert f"{word} is neither a setting" in stderr
 
 
 @pytest.mark.parametrize("nproc", ["abc", "0", "1.5", " 2", "99999"])
-def test_an_invalid_number_of_processes_is_rejected(nproc, tmp_path):
-    status, lines, stderr = run_sh(tmp_path, NPROC=nproc)
+def test_an_invalid_number_of_processes_is_rejected(nproc, clone):
+    status, lines, stderr = run_sh(clone, NPROC=nproc)
     assert (status, lines, stderr.count("\n")) == (1, [], 1)
     assert f"NPROC={nproc} must be a number of processes" in stderr

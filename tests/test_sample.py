@@ -71,11 +71,8 @@ def test_ids_that_only_pad_the_vocabulary_are_never_sampled(gpt2_vocabulary, tmp
     "arguments, sentence",
     [
         ([], "no weights in logs"),
-        (["--weights=nowhere.pt"], "nowhere.pt is not a file"),
-        (["--weights=text.pt"], "text.pt is not a complete file"),
-        (["--weights=."], "holds no weights"),
-        (["--tokens=0"], "--tokens=0"),
-        (["--temperature=nan"], "--temperature=nan"),
+        (["--weights=nowhere.pt"], "nowhere.pt holds no weights"),
+        (["--weights=text.pt"], "text.pt is damaged or not from"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, sentence, tmp_path, monkeypatch):
@@ -85,32 +82,20 @@ def test_mistakes_are_one_sentence(arguments, sentence, tmp_path, monkeypatch):
         sample.main(arguments)
 
 
-def with_settings(**changes):
-    """Return what a file of weights holds, with changed settings."""
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(n_layer="1"), "n_layer='1' must be of type int"),
+        (dict(n_layer=2), "does not fit this train_gpt2.py .*Missing key"),
+        (dict(n_embd=8), "does not fit this train_gpt2.py .*size mismatch"),
+        (dict(stranger=1), "does not fit this train_gpt2.py .*'stranger'"),
+    ],
+)
+def test_weights_of_another_model_are_refused(changes, reason, tmp_path):
     state = small_state()
-    return {**state, "hyperparameters": {**state["hyperparameters"], **changes}}
-
-
-FOREIGN = [
-    *((content, "does not fit this train_gpt2.py") for content in ([1], "x")),
-    (small_state() | {"hyperparameters": None}, "does not fit this train_gpt2.py"),
-    (with_settings(n_layer=10**6), "n_layer=1000000 "),
-    (with_settings(n_layer="1"), "n_layer='1' must be of type int"),
-    (with_settings(n_layer=100), "does not fit this train_gpt2.py"),
-    (with_settings(n_embd=2**20), "does not fit this train_gpt2.py"),
-    (
-        with_settings(model="modern", max_ngram=2, ngram_rows=2**30),
-        "does not fit this train_gpt2.py",
-    ),
-    (with_settings(sequence_length=2**31 - 1), "sequence_length=2147483647 must be a number"),
-]
-
-
-@pytest.mark.parametrize("state, sentence", FOREIGN, ids=range(len(FOREIGN)))
-def test_foreign_weights_are_refused_at_once(state, sentence, tmp_path):
-    """Settings of a huge model are refused before any memory is allocated."""
+    state["hyperparameters"] |= changes
     path = write_weights(tmp_path / "model.pt", state)
-    with pytest.raises(UserError, match=sentence) as refused:
+    with pytest.raises(UserError, match=reason) as refused:
         weights.load(path)
     assert "\n" not in str(refused.value)
 
@@ -127,8 +112,12 @@ def test_a_folder_gives_the_weights_of_its_end_and_no_name_the_newest_file(tmp_p
 
 
 def test_the_command_prints_samples_or_one_sentence(plain_run):
-    done = run_tool("sample.py", "for", "--tokens=5", f"--weights={plain_run}")
+    """Importing the compiler would take seconds. PYTHONPROFILEIMPORTTIME prints all imports."""
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    arguments = "for", "--tokens=5", f"--weights={plain_run}"
+    done = run_tool("sample.py", *arguments, env=environment)
     assert done.returncode == 0 and done.stdout.startswith("for")
+    assert "torch.nn" in done.stderr and "torch._dynamo" not in done.stderr
     done = run_tool("sample.py", "for", "--weights=nowhere")
     assert done.returncode == 1 and not done.stdout and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("sample.py: nowhere is not a file")
+    assert done.stderr.startswith("sample.py: nowhere holds no weights")

@@ -18,7 +18,7 @@ from conftest import ROOT, options, trained
 from step_profile import PROFILED
 
 import train_gpt2
-from train_gpt2 import GPT, Hyperparameters
+from train_gpt2 import GPT, DistributedDataLoader, Hyperparameters
 
 SCRIPT = ROOT / "records" / "tools" / "step_profile.py"
 
@@ -35,17 +35,17 @@ def test_a_range_waits_for_the_gpu_at_both_ends(monkeypatch):
 
 def test_profiled_steps_train_as_others_do(tiny):
     """Afterwards, every patched function is restored."""
-    args = Hyperparameters(**tiny)
+    args = Hyperparameters(**tiny | {"val_loss_every": 0})
     profiled, plain = (train_gpt2.set_up(args, train_gpt2.StopRequest()) for _ in range(2))
-    owners = GPT, torch.Tensor, profiled.optimizers[0], train_gpt2, dist
+    owners = GPT, DistributedDataLoader, torch.Tensor, profiled.optimizers[0], train_gpt2, dist.Work
     before = [dict(vars(owner)) for owner in owners]
     step_profile.take_steps(profiled, 2)
     for owner, names in zip(owners, before):
         assert vars(owner).keys() == names.keys()
         assert all(vars(owner)[name] is value for name, value in names.items())
     for step in range(2):
-        inputs, targets, _ = plain.train_loader.batch(step)
-        train_gpt2.train_step(plain.model, plain.optimizers, inputs, targets, args)
+        train_gpt2.apply_schedule(plain.model, plain.optimizers, step, args)
+        train_gpt2.train_step(plain, *plain.train_loader.batch(step))
     for name, p in profiled.model.state_dict().items():
         assert torch.equal(p, plain.model.state_dict()[name]), name
 
@@ -53,9 +53,14 @@ def test_profiled_steps_train_as_others_do(tiny):
 def test_ctrl_c_ends_the_profile_at_once(tiny, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options(tiny)])
     interrupt = lambda args: signal.raise_signal(signal.SIGINT)  # noqa: E731
-    monkeypatch.setattr(train_gpt2, "join_processes", interrupt)
-    with pytest.raises(SystemExit, match="130"):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+    monkeypatch.setattr(train_gpt2, "join_ranks", interrupt)
+    # A parent that ignores SIGINT, such as a script's background job, passes this on to the tests.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit, match="130"):
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -68,17 +73,25 @@ def test_the_command_prints_tables_and_writes_traces(processes, tiny, capsys):
     assert f"Mean time of {PROFILED} steps of 192 tokens on rank 0" in printed
     # Calls per step on all ranks. Three stacks: 8 square matrices, 2 wide ones and 2 tall ones.
     calls = {"forward": 6, "backward": 6, "Newton-Schulz": 3}
-    calls |= dict.fromkeys(["step", "loader", "AdamW", "Muon"], processes)
-    if processes == 2:  # data_hash, loss, gradients, two buckets of Muon, four checks for a stop
-        calls["communication"] = 2 * (1 + 1 + 1 + 2 + 4)
-    rows = re.findall(r"^(\S+) +([\d.]+) ms +([\d.]+)%$", printed, re.M)
+    each_rank = ["step", "train_step", "batch", "reports", "gradient sums", "AdamW", "Muon"]
+    calls |= dict.fromkeys(each_rank, processes)
+    # Sums of the gradients of four shapes, two buckets of Muon, and the loss.
+    collectives = 4 + 2 + 1 if processes == 2 else 0
+    if processes == 2:
+        # Muon waits for the sum of each matrix, and AdamW for all 13.
+        calls["waits for ranks"] = 2 * (12 + 13 + 2 + 1)
+    assert f"\n{collectives:>6} collectives\n     1 reads of device" in printed
+    rows = re.findall(r"^(\S.*?) +([\d.]+) ms +([\d.]+)%$", printed, re.M)
     ms = {part: float(value) for part, value, _ in rows}
     assert ms.keys() == calls.keys() and len(rows) == len(ms)  # rank 0 alone prints
     assert list(ms.values()) == sorted(ms.values(), reverse=True)
     for part, value, share in rows:
         assert float(share) == pytest.approx(100 * float(value) / ms["step"], abs=1), part
-    in_turn = [ms[part] for part in ("loader", "forward", "backward", "AdamW", "Muon")]
-    assert ms["Newton-Schulz"] < ms["Muon"] < sum(in_turn) < ms["step"]
+    in_turn = [ms[part] for part in ("forward", "backward", "AdamW", "Muon")]
+    assert ms["Newton-Schulz"] < ms["Muon"] < sum(in_turn) < ms["train_step"]
+    between = float(re.search(r"the host works for ([\d.]+) ms", printed)[1])
+    assert between == pytest.approx(ms["step"] - ms["train_step"], abs=0.02)
+    assert ms["batch"] + ms["reports"] <= between + 0.02
     assert "Self CPU time total" in printed
     folder = Path(re.search(r"perfetto.dev: (\S+)$", printed, re.M)[1])
     assert list(Path(tiny["log_dir"]).iterdir()) == [folder]  # no log, no checkpoint

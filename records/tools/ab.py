@@ -13,8 +13,8 @@ reversed from round to round, so that a drift in the machine's speed cancels out
 programs first.
 
 Called again with the same commands, the tool keeps finished runs and resumes unfinished ones. It
-rejects a folder that holds other logs. It changes and deletes no files but those of its own runs,
-which ab.json lists. When a run has finished, its model.pt is deleted.
+rejects a folder that holds logs, but no ab.json that names these commands. When a run has finished,
+its model.pt is deleted.
 
 Arms are compared by round. Losses: the mean difference from A with its 95% t-interval, and a
 two-sided p that is corrected for the number of arms (Holm). Times: the geometric mean of the ratio
@@ -43,7 +43,7 @@ from runlog import MAY_VARY_IN_ARM, argument_parser, command, logs_in, packages,
 with packages():
     from scipy import stats
 
-STATE = "ab.json"  # beside the logs: arms, logs begun, and whether a round was interrupted
+STATE = "ab.json"  # beside the logs: the arms, and whether a round was interrupted
 
 
 # ---- The runs -----------------------------------------------------------------------------------
@@ -105,20 +105,18 @@ def changed_arm(text, base, folder):
 def run_all(arms, rounds, folder):
     """Run each arm in each round, unless its run is finished.
 
-    Raises ValueError if a run fails, or if the folder holds other logs, or files in their place.
+    Raises ValueError if a run fails, or if the folder holds other logs.
     """
     names = [arm.name for arm in arms]
     require(len(set(names)) == len(names), f"the arms {names} must have different names")
     folder.mkdir(parents=True, exist_ok=True)
     fix = "pass another --out, because ab.py never continues or changes other runs"
-    path, state = folder / STATE, {"arms": {}, "logs": [], "interrupted": False}
-    if path.exists():
-        state |= json.loads(path.read_text())
-    logs = [arm.log(folder, round_) for arm in arms for round_ in range(1, rounds + 1)]
+    path, state = folder / STATE, {"arms": {}, "interrupted": False}
     runs = logs_in(folder)
-    for log in [*logs, *(run.path for run in runs)]:
-        own = log.name in state["logs"] or not log.exists()
-        require(own, f"{log} is not a log of this comparison: {fix}")
+    if path.exists():
+        state = json.loads(path.read_text())
+    else:
+        require(not runs, f"{folder} holds logs of other runs: {fix}")
     for arm in arms:
         known = state["arms"].setdefault(arm.name, arm.identity)
         require(known == arm.identity, f"{arm.name} in {folder} was started as {known}: {fix}")
@@ -128,7 +126,6 @@ def run_all(arms, rounds, folder):
         missing = [arm for arm in in_turn if arm.log(folder, round_) not in finished]
         begun = any(arm.log(folder, round_).exists() for arm in arms)
         state["interrupted"] |= begun and len(missing) > 0
-        state["logs"] = sorted({*state["logs"], *(arm.log(folder, round_).name for arm in missing)})
         path.write_text(json.dumps(state, indent=1))
         for arm in missing:
             run_once(arm, round_, folder)
@@ -163,11 +160,7 @@ def collect(folder):
         check_repetitions(runs, MAY_VARY_IN_ARM)
         own = [run.seed for run in runs]
         require(own == rounds, f"{name} has the rounds {own}, not {rounds}: run ab.py again")
-    unknown = check_comparable([run for runs in groups.values() for run in runs])
-    require(
-        not any("data_hash" in what for what in unknown),
-        "no data_hash in common: train all arms on the same data for the same number of steps",
-    )
+    check_comparable([run for runs in groups.values() for run in runs])
     return {name.replace("_", " "): runs for name, runs in [("A", base), *groups.items()]}
 
 

@@ -13,12 +13,9 @@ sequence_length, hardware, number of processes or dtype. With --n, it also rejec
 group that read more tokens than the second. Losses are in nats per token.
 """
 
-import math
-from collections import defaultdict
-
 import numpy as np
 from report import check_equal, collect, escaped, markdown
-from runlog import COMPARABLE, MAY_VARY, argument_parser, command, packages, require, with_new_names
+from runlog import COMPARABLE, MAY_VARY, argument_parser, command, packages, require
 
 with packages():
     from scipy import stats
@@ -29,7 +26,7 @@ ALPHA = 0.01  # a record needs a p below this
 # ---- Checks -------------------------------------------------------------------------------------
 def differences(a, b, ignored=MAY_VARY):
     """Return a line on what sets two runs apart: settings (except ignored ones), source, torch."""
-    left, right = with_new_names(a.settings), with_new_names(b.settings)
+    left, right = a.settings, b.settings
     changed = [
         f"{name} {left.get(name)!r} against {right.get(name)!r}"
         for name in sorted((left.keys() | right.keys()) - ignored)
@@ -62,40 +59,13 @@ def check_repetitions(runs, ignored=MAY_VARY):
 
 
 def check_comparable(runs):
-    """Raise ValueError if the losses of runs are not comparable.
-
-    Returns the names of properties that some log does not contain.
-    """
-    unknown = [what for what, value in COMPARABLE.items() if not check_equal(what, value, runs)]
-    return unknown if same_training_data(runs) else [*unknown, "training tokens (data_hash)"]
-
-
-def same_training_data(runs):
-    """Raise ValueError if runs read different tokens; return False if the logs cannot tell.
-
-    data_hash is compared wherever runs logged it after the same number of tokens, because a shorter
-    run reads the beginning of the same stream. Each seed of shuffled runs has a stream of its own.
-    For different streams, only the total number of training tokens is compared.
-    """
-    hashes = defaultdict(dict)  # {(stream, tokens read): {data_hash: path}}
-    shared = {}  # {stream: the numbers of tokens after which all of its runs logged a hash}
-    for run in runs:
-        digits = max(map(len, run.hashes.values()), default=0)  # old logs hold a longer hash
-        stream = digits, run.seed if run.settings.get("shuffle") else None
-        shared[stream] = run.hashes.keys() & shared.get(stream, run.hashes)
-        for tokens, value in run.hashes.items():
-            hashes[stream, tokens][value] = run.path
-    for (_, tokens), paths in hashes.items():
-        listed = ", ".join(f"{value} in {path}" for value, path in paths.items())
-        where = f"data_hash after {tokens:,} tokens is {listed}"
-        require(len(paths) == 1, f"the training data differ: {where}")
-    totals = {run.facts.get("train_tokens") for run in runs}
-    one_total = len(totals) == 1 and None not in totals
-    return all(shared.values()) and (len(shared) == 1 or one_total)
+    """Raise ValueError if the losses of runs are not comparable."""
+    for what, value_of in COMPARABLE.items():
+        check_equal(what, value_of, runs)
 
 
 def check(sides, target, n):
-    """Raise ValueError if the sides cannot be tested; return what their logs leave unknown."""
+    """Raise ValueError if the sides cannot be tested."""
     for name, runs in sides:
         require(len(runs) > 1, f"{name} has {len(runs)} run: a test needs at least 2")
         require(
@@ -108,14 +78,12 @@ def check(sides, target, n):
         require(len(losses) > 1, f"all losses of {name} are {losses}: a test needs some spread")
     every = [run for _, runs in sides for run in runs]
     require(len({run.path.resolve() for run in every}) == len(every), "a log is on both sides")
-    finite = target is None or math.isfinite(target)
-    require(finite, f"--target={target} must be a loss, such as 1.32")
     logged = every[0].settings.get("target_val_loss")
     require(
         target in (None, logged) or not logged,
         f"--target={target} is not the target in the logs, {logged}: set it before the runs",
     )
-    unknown = check_comparable(every)
+    check_comparable(every)
     if n and len(sides) > 1:
         (a, [first, *_]), (b, [second, *_]) = sides
         require(
@@ -123,18 +91,31 @@ def check(sides, target, n):
             f"{a} read {first.tokens:,} tokens and {b} {second.tokens:,}: the first side may read "
             f"fewer, not more",
         )
-    return unknown
 
 
 # ---- Tests --------------------------------------------------------------------------------------
+def losses_table(groups):
+    """Return a row per pair (name, losses)."""
+    rows = []
+    for name, x in groups:
+        each = " ".join(f"{loss:.4f}" for loss in x)
+        rows.append([name, f"{len(x)}", f"{np.mean(x):.4f}", f"{np.std(x, ddof=1):.4f}", each])
+    return markdown(["group", "n", "mean", "std", "each"], rows)
+
+
+def interval_of_mean(x):
+    """Return the 95% t-interval of the mean, as text."""
+    low, high = stats.ttest_1samp(x, 0).confidence_interval(0.95)
+    return f"{low:.4f} to {high:.4f}"
+
+
 def against_target(name, x, target):
     """Print the one-sided t-test of mean < target; return p."""
     result = stats.ttest_1samp(x, target, alternative="less")
-    low, high = stats.ttest_1samp(x, target).confidence_interval(0.95)
     print(
         f"\nTarget {target:g}. One-sided t-test that the mean of {escaped(name)} is below it: "
-        f"t={result.statistic:.2f} p={result.pvalue:.2g}; the mean's 95% interval {low:.4f} to "
-        f"{high:.4f}."
+        f"t={result.statistic:.2f} p={result.pvalue:.2g}; the mean's 95% interval "
+        f"{interval_of_mean(x)}."
     )
     return result.pvalue
 
@@ -152,12 +133,10 @@ def against_group(a, x, b, y):
     return less.pvalue
 
 
-def verdict(p, unknown, n):
+def verdict(p, n):
     """Return the verdict and the exit status: 1 if --n was given and this is no record."""
     if n is None:
         return "No verdict: pass --n, the number of runs fixed in advance.", 0
-    if unknown:
-        return f"No record: the logs do not hold the {', '.join(unknown)}.", 1
     if not p < ALPHA:  # also if p is NaN
         return f"No record: p={p:.2g} is not below {ALPHA:g}.", 1
     return f"Record: p={p:.2g} is below {ALPHA:g}, with n={n} fixed in advance.", 0
@@ -175,20 +154,16 @@ def main(argv):
     sides = []  # (name, runs) of each
     for groups in [collect(logs) for logs in (options.logs, options.against) if logs]:
         sides.append((" + ".join(groups), [run for runs in groups.values() for run in runs]))
-    unknown = check(sides, options.target, options.n)
+    check(sides, options.target, options.n)
     groups = [(name, [run.val_loss for run in runs]) for name, runs in sides]
-    rows = []
-    for name, x in groups:
-        each = " ".join(f"{loss:.4f}" for loss in x)
-        rows.append([name, f"{len(x)}", f"{np.mean(x):.4f}", f"{np.std(x, ddof=1):.4f}", each])
-    print(markdown(["group", "n", "mean", "std", "each"], rows))
+    print(losses_table(groups))
     if options.against:
         (_, [run, *_]), (_, [other, *_]) = sides
         print(f"\nThey differ in: {escaped(differences(run, other))}.")
         p = against_group(*groups[0], *groups[1])
     else:
         p = against_target(*groups[0], options.target)
-    sentence, status = verdict(p, unknown, options.n)
+    sentence, status = verdict(p, options.n)
     print(f"\n{sentence}")
     return status
 

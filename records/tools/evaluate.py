@@ -3,7 +3,7 @@
     bash run.sh evaluate [TEXT ...] [--weights logs/RUN] [--stride N]
 
 A TEXT is a UTF-8 file, a shard of tokens, or - for standard input. Without one, the run's own
-validation tokens are measured. Their hash shows whether the loss may be compared with the run's.
+validation tokens are measured, and the loss that the run logged is printed, too.
 
 A text is preceded by an end-of-text token, as each document is in training. Every later token
 counts exactly once. It is predicted from the tokens before it in a window of sequence_length
@@ -14,12 +14,9 @@ covers count only there. The others have at least sequence_length - N + 1 tokens
 The loss is the mean in nats per token, and the perplexity is its exponential. Bits per byte, the
 total in bits divided by the bytes of the text, are also comparable between encodings. An
 end-of-text token has no bytes.
-
-For benchmarks such as HellaSwag, export the model (export.py) and run EleutherAI's lm-eval on it.
 """
 
 import glob
-import hashlib
 import math
 import sys
 from pathlib import Path
@@ -32,6 +29,7 @@ from runlog import command
 from shards import SHARD_MAGIC
 from tqdm import tqdm
 
+import train_gpt2
 from train_gpt2 import TokenStream, UserError
 
 TOKENS_PER_PASS = 2**13
@@ -63,19 +61,14 @@ def total_nats(gpt, tokens, T, stride):
 # ---- Texts --------------------------------------------------------------------------------------
 def read_shards(pattern, args, encoding, count=None):
     """Return the first `count` tokens (default: all) of the shards matching a glob, (N,) int32."""
+    found = train_gpt2.read_manifest(pattern).get("encoding", encoding.name)
+    if found != encoding.name:
+        raise UserError(
+            f"{pattern!r} has the encoding {found}, and the model {encoding.name}: give a text, or "
+            "shards of that encoding"
+        )
     stream = TokenStream(pattern, args.vocab_size)
-    if stream.encoding not in (None, encoding.name):
-        raise UserError(
-            f"{pattern!r} has the encoding {stream.encoding}, and the model {encoding.name}: give "
-            f"a text, or shards of that encoding"
-        )
-    count = count or stream.total_tokens
-    if count > stream.total_tokens:
-        raise UserError(
-            f"{pattern!r} holds {stream.total_tokens} tokens, fewer than the {count} that the run "
-            f"was validated on: restore the shards"
-        )
-    return torch.from_numpy(stream.read(0, count).astype(np.int32))
+    return torch.from_numpy(stream.read(0, count or stream.total_tokens).astype(np.int32))
 
 
 def read_text(name, args, encoding):
@@ -92,60 +85,45 @@ def read_text(name, args, encoding):
     return torch.tensor([encoding.eot_token, *encoding.encode_ordinary(text)], dtype=torch.int32)
 
 
-def bytes_of(tokens, encoding, name):
+def bytes_of(tokens, encoding):
     """Return the number of bytes of text that tokens, (N,) int, stand for."""
-    total = 0
+    tokens = tokens[tokens != encoding.eot_token]
     ids, counts = tokens.unique(return_counts=True)
-    for token, count in zip(ids.tolist(), counts.tolist()):
-        try:
-            if token != encoding.eot_token:
-                total += count * len(encoding.decode_single_token_bytes(token))
-        except KeyError:
-            raise UserError(
-                f"{name} holds the token {token}, which the encoding {encoding.name} does not "
-                f"have: pass the --encoding of its tokens"
-            ) from None
-    return total
+    sizes = [len(encoding.decode_single_token_bytes(token)) for token in ids.tolist()]
+    return sum(size * count for size, count in zip(sizes, counts.tolist()))
 
 
 def measure(gpt, texts, encoding, T, stride):
     """Print the table of texts, {name: tokens}, each row as soon as it is known."""
-    sizes = {}
     for name, tokens in texts.items():  # all mistakes are found before the first row
         if len(tokens) < 2:
             raise UserError(f"{name} has too few tokens: nothing is left to predict")
-        sizes[name] = bytes_of(tokens[1:], encoding, name)
     print("\n| text | tokens | loss | perplexity | bits per byte |\n|---|---|---|---|---|")
     for name, tokens in texts.items():
         count = len(tokens) - 1
         loss = total_nats(gpt, tokens, T, stride) / count
         perplexity = torch.tensor(loss, dtype=torch.float64).exp()  # inf if it overflows
-        bits = f"{loss * count / math.log(2) / sizes[name]:.4f}" if sizes[name] else "n/a"
+        size = bytes_of(tokens[1:], encoding)
+        bits = f"{loss * count / math.log(2) / size:.4f}" if size else "n/a"
         print(f"| {name} | {count:,} | {loss:.4f} | {perplexity:.5g} | {bits} |", flush=True)
 
 
 # ---- The command --------------------------------------------------------------------------------
-def compare_with_run(state, args, tokens):
-    """Return a sentence on the run's own val_loss and on whether its tokens were the same."""
-    val_hash = state.get("val_hash")
-    found = hashlib.sha256(tokens.numpy().astype("<u2")).hexdigest()[:16]
-    if val_hash != found:
-        return (
-            f"the run was validated on other tokens (val_hash {val_hash}) than {args.val_files!r} "
-            f"holds now (val_hash {found}): do not compare the loss above with that of the run"
+def check_validation_data(state, args):
+    """Raise UserError unless val_files holds the data that a run was validated on."""
+    checksums = TokenStream(args.val_files, args.vocab_size).checksums()
+    if train_gpt2.digest(checksums) != state["facts"]["val_data"]:
+        raise UserError(
+            f"{args.val_files!r} differs from the data that the run was validated on: restore the "
+            "shards, or name a text"
         )
-    if "val_loss" not in state:
-        return "the run was validated on the same tokens; a checkpoint holds no val_loss"
-    own = f"the run's own val_loss:{state['val_loss']:.4f}"
-    return f"{own} on the same tokens, computed in {state['matmul_dtype']}"
 
 
 def main(argv):
     parser = weights.parser_for(__doc__)
     add = parser.add_argument
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     add("texts", nargs="*", metavar="TEXT", help="file, shard, or - for standard input")
-    add("--device", default=device, choices=("cuda", "cpu"), help=f"default here: {device}")
+    add("--device", default="auto", choices=("auto", "cuda", "cpu"), help="default: auto")
     add("--stride", type=int, help="tokens from one window to the next (default: sequence_length)")
     options = parser.parse_intermixed_args(argv)  # texts and options in any order
     path = weights.find(options.weights)
@@ -156,13 +134,14 @@ def main(argv):
         raise UserError(f"--stride={stride} must be from 1 to the model's sequence_length={T}")
     encoding = weights.encoding_of(state, args, options.encoding)
     texts = {name: read_text(name, args, encoding) for name in options.texts}
-    if not options.texts:
-        tokens = read_shards(args.val_files, args, encoding, args.val_tokens + 1)
-        texts = {args.val_files: tokens}
-    print(f"{path}: windows of {T} tokens, stride {stride}; {options.device}, {gpt.dtype}")
+    if not texts:
+        check_validation_data(state, args)
+        texts = {args.val_files: read_shards(args.val_files, args, encoding, args.val_tokens + 1)}
+    device = gpt.lm_head.weight.device.type
+    print(f"{path}: windows of {T} tokens, stride {stride}; {device}, {gpt.dtype}")
     measure(gpt, texts, encoding, T, stride)
-    if not options.texts:
-        print(f"\n{compare_with_run(state, args, tokens)}")
+    if not options.texts and "optimizers" not in state:  # a checkpoint's val_loss may be older
+        print(f"\nthe run logged val_loss:{state['val_loss']:.4f}")
 
 
 if __name__ == "__main__":

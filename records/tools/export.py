@@ -10,7 +10,6 @@ To publish DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -26,14 +25,6 @@ with packages():
 
 END_OF_TEXT = "<|endoftext|>"
 PRIVATE = ("log_dir", "run_id", "resume", "init")  # settings that do not describe the model
-MODERN_CARD = """\
-- The embedding is normalized and added again in each block, and the output of each block in the
-  first half also enters its mirror image in the second half. Only half of the channels of queries
-  and keys are rotated, the scale of attention is 0.12, the head is not tied to the embedding, and
-  logits are bounded by 15. The settings below tell which optional parts there are: value
-  embeddings, windows within documents (`window`), a table of n-grams (`max_ngram`), shifted keys.
-- The model generates without a cache.
-"""
 
 # These make save_pretrained copy the model's code and name it in config.json.
 GPT2SpeedrunConfig.register_for_auto_class()
@@ -67,30 +58,26 @@ def model_of(gpt, args, encoding):
     names = vars(args).keys() & GPT2SpeedrunConfig.__annotations__
     config = GPT2SpeedrunConfig(**{name: getattr(args, name) for name in names}, **ids)
     model = GPT2SpeedrunForCausalLM(config)
-    required, available = parameters_of(gpt), parameters_of(model)
-    if lacking := ", ".join(sorted(required - available)):
+    parameters = dict(gpt.named_parameters())
+    missing = parameters.keys() - dict(model.named_parameters()).keys()
+    if missing:
+        names = ", ".join(f"{name} {tuple(parameters[name].shape)}" for name in sorted(missing))
         raise weights.UserError(
-            f"records/tools/modeling_gpt2_speedrun.py lacks {lacking}: add such parameters to its "
-            f"classes, and use them as {type(gpt).__name__} in train_gpt2.py does"
+            f"records/tools/modeling_gpt2_speedrun.py lacks {names}: add these parameters, and use "
+            f"them as {type(gpt).__name__} in train_gpt2.py does"
         )
-    model.load_state_dict(dict(gpt.named_parameters()))
+    model.load_state_dict(parameters)
     padding = list(range(encoding.n_vocab, args.vocab_size))  # ids that occur in no text
     model.generation_config = transformers.GenerationConfig(**ids, suppress_tokens=padding or None)
     return model
-
-
-def parameters_of(model):
-    """Return names and shapes of parameters, such as "h.N.mlp.c_fc.weight (3072, 768)"."""
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return {f"{re.sub(r'[.][0-9]+[.]', '.N.', name)} {shape}" for name, shape in shapes.items()}
 
 
 def card_of(name, args, state, encoding, parameters):
     """Return the model card, README.md."""
     tokens = state["step"] * args.batch_size * args.sequence_length
     training = f"{state['step']:,} of {args.num_iterations:,} planned steps, {tokens:,} tokens"
-    loss = f"{state['val_loss']:.4f} nats per token" if "val_loss" in state else "unknown"
-    architecture = MODERN_CARD if args.model == "modern" else ""
+    # A checkpoint may be newer than its val_loss.
+    loss = "unknown" if "optimizers" in state else f"{state['val_loss']:.4f} nats per token"
     public = {key: value for key, value in vars(args).items() if key not in PRIVATE}
     return f"""---
 library_name: transformers
@@ -110,8 +97,8 @@ single-file GPT-2 speedrun.
 - Encoding: `{encoding.name}`, with {encoding.n_vocab:,} ids. Each document begins with
   `{END_OF_TEXT}`.
 - Unlike OpenAI's GPT-2, the model has rotary positions, RMSNorm without a gain, normalized queries
-  and keys, ReLU^2 and no biases.
-{architecture}
+  and keys, ReLU^2 and no biases. `modeling_gpt2_speedrun.py` in this folder defines it.
+
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

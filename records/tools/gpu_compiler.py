@@ -130,7 +130,6 @@ import torch.nn.functional as F  # noqa: E402
 import triton  # noqa: E402
 from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 from torch._inductor import compile_fx, config, memory  # noqa: E402
-from torch._inductor.exc import InductorError  # noqa: E402
 from torch._inductor.fx_passes import joint_graph  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
 from torch._inductor.runtime import triton_helpers  # noqa: E402
@@ -139,7 +138,6 @@ from torch._inductor.utils import run_and_get_graph_lowering  # noqa: E402
 from torch._inductor.virtualized import V  # noqa: E402
 from torch._subclasses import fake_tensor  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime.errors import OutOfResources  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
@@ -279,7 +277,7 @@ def compile_graph(graph_module, inputs, names, **named):
     return Graph(kind, code, kernels, peak, names)
 
 
-def attention_of_gpu(query, key, value, is_causal, scale=None):
+def attention_of_gpu(query, key, value, mask=None, is_causal=True, scale=None):
     """Call the attention kernel that PyTorch would choose on a GPU; it cannot be asked here."""
     aten, gradient = torch.ops.aten, torch.is_grad_enabled()
     if chosen.gpu.major < 8:  # the others train in bfloat16
@@ -301,33 +299,12 @@ def tensor_of_gpu(value, tensor=torch.tensor):
     return torch.zeros(like.shape, dtype=like.dtype, device="cuda")
 
 
-def dense_embedding_bag(rows, weight, embedding_bag=F.embedding_bag, **named):
-    """Look up rows with a dense gradient, because fake tensors cannot be sparse."""
-    if weight.grad is not None:  # accumulating sparse gradients only concatenates them: free
-        weight = weight.detach().requires_grad_()
-    return embedding_bag(rows, weight, mode="sum")
-
-
-@contextlib.contextmanager
-def fitting_kernels():
-    """Raise ValueError with one sentence if a kernel does not fit the GPU."""
-    try:
-        yield
-    except InductorError as error:
-        lack = error.inner_exception
-        if not isinstance(lack, OutOfResources):
-            raise
-        raise ValueError(
-            f"a kernel needs {lack.required} bytes of {lack.name}, and the GPU has {lack.limit}: "
-            "choose another GPU, or another model, such as --preset=record7"
-        ) from None
-
-
 @contextlib.contextmanager
 def on_gpu(args, dtype, running=contextlib.nullcontext):
-    """Yield (model, graphs): a GPT, compiled for the GPU as in training, and its Graphs.
+    """Yield (run, graphs): a train_gpt2.Run on the simulated GPU, compiled as in training.
 
-    Inside, tensors are fake. Each call of a graph runs in the context manager running(graph).
+    Inside, tensors are fake, and there are no data. graphs: the Graphs of the model. Each call of a
+    graph runs in the context manager running(graph).
     """
     graphs, names = [], []
 
@@ -347,16 +324,26 @@ def on_gpu(args, dtype, running=contextlib.nullcontext):
         names[:] = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
         return compile_fx.compile_fx(graph_module, inputs, inner_compile=inner_compile)
 
-    patches = dict(scaled_dot_product_attention=attention_of_gpu, embedding_bag=dense_embedding_bag)
-    with fake_tensor.FakeTensorMode(), mock.patch.multiple(F, **patches):
+    patch = mock.patch.object(F, "scaled_dot_product_attention", attention_of_gpu)
+    with fake_tensor.FakeTensorMode(), patch:
         with torch.device("cuda"), mock.patch.object(torch, "tensor", tensor_of_gpu):
             model = train_gpt2.build_model(args, dtype)
-            tokens = torch.zeros(args.device_batch_size, args.sequence_length, dtype=torch.int64)
         model.compile = functools.partial(torch.nn.Module.compile, model, backend=backend)
         show_progress(
             f"tracing the model of {sum(p.numel() for p in model.parameters()):,} weights"
         )
+        run = train_gpt2.Run(
+            args,
+            device=torch.device("cuda"),
+            model=model,
+            optimizers=train_gpt2.build_optimizers(model, args),
+            train_loader=SimpleNamespace(stream=SimpleNamespace(total_tokens=math.inf)),
+            validation=None,
+            facts={},
+            log=None,
+            stop=train_gpt2.StopRequest(),
+        )
         # compile_model raises this when it reads the training loss, after all graphs are compiled.
-        with contextlib.suppress(fake_tensor.DataDependentOutputException), fitting_kernels():
-            train_gpt2.compile_model(model, args, tokens, tokens.clone())
-        yield model, graphs
+        with contextlib.suppress(fake_tensor.DataDependentOutputException):
+            train_gpt2.compile_model(run)
+        yield run, graphs

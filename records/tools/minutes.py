@@ -5,8 +5,11 @@ It was fitted to the runs in records/2026-11-25_Minutes, whose README explains i
 
 import gc
 import math
+import statistics
 import time
 from dataclasses import dataclass
+
+import torch
 
 import train_gpt2
 
@@ -49,22 +52,23 @@ class Rule:
 
     tokens: int  # number of training tokens in the text
     vocab_size: int
-    processes: int = 1
 
     def __post_init__(self):
         # A token of GPT-2 stands for about four bytes, so a quarter of the sequences hold as much
         # text. Its n-grams are shorter for the same reason.
         is_bytes = self.vocab_size < 1024
         self.max_ngram = 6 if is_bytes else 3
-        share = math.ceil((16 if is_bytes else 4) / self.processes)
-        self.batch_size = share * self.processes
+        processes = train_gpt2.get_world_size()
+        self.batch_size = math.ceil((16 if is_bytes else 4) / processes) * processes
         self.tokens_per_step = self.batch_size * SEQUENCE_LENGTH
         self.max_steps = MAX_EPOCHS * self.tokens // self.tokens_per_step
 
-    def settings(self, size, steps):
+    def settings(self, size, steps, seconds_per_step):
         """Return the settings of a run as a dict. size: (layers, channels)."""
         layers, channels = size
         epochs = steps * self.tokens_per_step / self.tokens
+        quarter_hour = math.ceil(900 / seconds_per_step)  # in steps
+        val_loss_every = math.ceil(steps / VALIDATIONS)
         return dict(
             n_layer=layers,
             n_head=channels // 64,
@@ -75,15 +79,13 @@ class Rule:
             sequence_length=SEQUENCE_LENGTH,
             batch_size=self.batch_size,
             num_iterations=steps,
-            warmdown_iters=round(0.8 * steps),
-            muon_momentum_warmup=round(0.15 * steps),
             **{name: learning_rate(name, steps, channels) for name in RATES},
-            val_loss_every=math.ceil(steps / VALIDATIONS),
-            save_every=math.ceil(steps / VALIDATIONS),
+            val_loss_every=val_loss_every,
+            save_every=min(val_loss_every, quarter_hour),
         )
 
     def choose(self, minutes, given):
-        """Collective: return (size, steps) of a run. given: other arguments, such as --train_files.
+        """Collective: return the settings of a run. given: other arguments, such as --train_files.
 
         The size is the largest one whose blocks have no more parameters than the text has tokens,
         and at least TOKENS_PER_PARAMETER training tokens for each. The latter is not required if
@@ -95,18 +97,15 @@ class Rule:
             parameters = 12 * layers * channels**2  # of the matrices of all blocks
             if chosen and parameters > self.tokens:
                 break
-            settings = self.settings(size, FEW_STEPS)
-            seconds = seconds_per_step([*arguments(settings), *given])
-            steps = self.clamp(60 * minutes / seconds)
+            trial = arguments(self.settings(size, FEW_STEPS, seconds_per_step=1))
+            step, validation = seconds_of([*given, *trial])
+            seconds = 60 * minutes - (1 + VALIDATIONS) * validation
+            steps = max(8, round(min(seconds / step, self.max_steps)))
             trained_enough = steps * self.tokens_per_step >= TOKENS_PER_PARAMETER * parameters
-            if chosen and chosen[1] < self.max_steps and not trained_enough:
+            if chosen and chosen["num_iterations"] < self.max_steps and not trained_enough:
                 break
-            chosen = size, steps
+            chosen = self.settings(size, steps, step)
         return chosen
-
-    def clamp(self, steps):
-        """Return a whole number of steps, at least 8 and, above that, at most max_steps."""
-        return max(8, round(min(steps, self.max_steps)))
 
 
 def arguments(settings):
@@ -114,15 +113,33 @@ def arguments(settings):
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
-def seconds_per_step(argv):
-    """Collective: return how long a training step takes without torch.compile."""
-    args = train_gpt2.parse_args([*argv, "--compile=False"])
-    run = train_gpt2.set_up(args, train_gpt2.StopRequest())
-    inputs, targets, _ = run.train_loader.batch(0)
-    for _ in range(2):  # the first step also creates the states of the optimizers
-        start = time.perf_counter()
-        train_gpt2.train_step(run.model, run.optimizers, inputs, targets, run.args).item()
-        seconds = time.perf_counter() - start
-    del run
-    gc.collect()  # the model refers to itself, so its memory would not be free for the next one
-    return max(train_gpt2.all_gather_objects(seconds))
+def timed(function, *arguments):
+    """Return the seconds that a call takes. The function must wait for the device."""
+    start = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - start
+
+
+def seconds_of(argv):
+    """Collective: return the seconds of a step and of a validation with these arguments."""
+    gc.collect()  # frees the memory of earlier trials
+    return measure(train_gpt2.set_up(train_gpt2.parse_args(argv), train_gpt2.StopRequest()))
+
+
+def measure(run):
+    """Collective: return the seconds of a step and of a validation; takes a few steps."""
+    batch = run.train_loader.batch(run.step)
+    micro_batch = [part[: run.micro_batch] for part in batch]
+
+    def train_step():
+        train_gpt2.train_step(run, *batch).tolist()
+
+    @torch.no_grad()
+    def validate():
+        run.model(*micro_batch).item()
+
+    train_step()  # creates the states of the optimizers
+    step = statistics.median(timed(train_step) for _ in range(3))
+    validate()
+    validation = timed(validate) * math.ceil(len(run.validation) / run.micro_batch)
+    return train_gpt2.from_rank_0((step, validation))

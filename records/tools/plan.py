@@ -12,8 +12,8 @@ for float32.
 """
 
 import contextlib
-import dataclasses
 import functools
+import math
 import sys
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ with packages():
     import torch
     import torch.distributed as dist
     from report import markdown
-    from step_profile import parts_in_ranges
+    from step_profile import in_ranges, parts_of_step
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
     from torch.utils.flop_counter import flop_registry
@@ -62,7 +62,7 @@ def visible_blocks(args, sequences):
     oldest = [np.searchsorted(ends, starts) for ends, starts in zip(last, first)]
     limits = np.arange(first.shape[1]) - oldest + 1  # by documents and causality
     steps = np.linspace(0, args.num_iterations, SAMPLED, dtype=int)
-    windows = [train_gpt2.schedule(step, args).window // BLOCK for step in steps]
+    windows = [train_gpt2.window_at(step, args) for step in steps]
     pairs = [(window, max(1, window // 2)) for window in windows]
     return [np.mean([np.minimum(limits, window) for window in each]) for each in zip(*pairs)]
 
@@ -92,7 +92,8 @@ def part_of(kind, graph, sizes, vocab_size):
 class Clock(TorchDispatchMode):
     """Adds up the predicted time of compiled graphs, single operations and all-reduces.
 
-    All-reduces run one after another, concurrently with other work, until they are awaited.
+    All-reduces run one after another, concurrently with other work. Only the time between the
+    moment when one is awaited and its end counts as communication; the rest is hidden.
     """
 
     supports_higher_order_operators = True  # such as flex_attention
@@ -108,6 +109,8 @@ class Clock(TorchDispatchMode):
         # Launches, bytes, flops and seconds of each part; "other" is the first row of the table.
         self.usage = defaultdict(Counter, other=Counter())
         self.sent = []  # bytes of each all-reduce
+        self.network_seconds = 0.0  # that they take together
+        self.coalesced = None  # bytes of the tensors that the next all-reduce sums together
 
     @classmethod
     def is_infra_mode(cls):
@@ -155,11 +158,21 @@ class Clock(TorchDispatchMode):
         part = f"attention, {self.graph.kind}"
         self.launch(part, "attention", sum(tensor.nbytes for tensor in tensors), flops)
 
+    def embedding_bag(self, args, out):
+        """Charge the lookup of n-grams, or its backward, which fills a gradient of all rows."""
+        values, rows = args[:2]  # the table, or the gradients of the sums
+        result = out if isinstance(out, torch.Tensor) else out[0]
+        row_bytes = values.element_size() * values.size(1)
+        self.launch("n-grams", "triton", result.nbytes + rows.numel() * row_bytes, 0)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.__name__.startswith("flex_attention"):
             self.flex_attention("backward" in func.__name__, args, out)
+            return out
+        if "embedding_bag" in func.__name__:
+            self.embedding_bag(args, out)
             return out
         flops_of = flop_registry.get(func.overloadpacket)
         if self.graph and not flops_of:
@@ -181,60 +194,79 @@ class Clock(TorchDispatchMode):
         else:
             kind = "small product" if flops else "triton"
             part = self.parts[-1]
-            part = {"forward": "n-grams", "backward": "gradient accumulation"}.get(part, part)
+            part = "gradient accumulation" if part == "backward" else part
         self.launch(part, kind, sum(tensor.nbytes for tensor in tensors), flops)
         return out
 
-    def all_reduce(self, tensor, async_op=False):
+    def start_all_reduce(self, size):
+        """Start to sum `size` bytes over the ranks; return its work."""
+        self.sent.append(size)
+        traffic = 2 * (self.world_size - 1) / self.world_size * size
+        seconds = COLLECTIVE_LAUNCH + traffic / self.gpu.bus
+        self.network_seconds += seconds
+        end = self.network_free_at = max(self.network_free_at, self.seconds) + seconds
+        return SimpleNamespace(
+            wait=lambda: self.spend("communication", max(0.0, end - self.seconds))
+        )
+
+    def all_reduce(self, tensor, group=None, async_op=False):
         """A replacement for torch.distributed.all_reduce."""
-        self.sent.append(tensor.nbytes)
-        traffic = 2 * (self.world_size - 1) / self.world_size * tensor.nbytes
-        start = max(self.network_free_at, self.seconds)
-        end = self.network_free_at = start + COLLECTIVE_LAUNCH + traffic / self.gpu.bus
+        if self.coalesced is not None:
+            self.coalesced.append(tensor.nbytes)
+            return None
+        work = self.start_all_reduce(tensor.nbytes)
+        return work if async_op else work.wait()
 
-        def wait():
-            self.spend("communication", max(0.0, end - self.seconds))
+    @contextlib.contextmanager
+    def coalescing_manager(self, async_ops):
+        """A replacement for PyTorch's _coalescing_manager."""
+        self.coalesced = []
+        work = SimpleNamespace()
+        yield work
+        work.wait = self.start_all_reduce(sum(self.coalesced)).wait
+        self.coalesced = None
 
-        return SimpleNamespace(wait=wait) if async_op else wait()
-
-    def time_step(self, model, optimizers, *batch):
+    def time_step(self, run, inputs, targets):
         """Run train_gpt2.train_step on rank 0 of world_size."""
-        ranks = dict(is_initialized=lambda: self.world_size > 1, all_reduce=self.all_reduce)
-        patch = mock.patch.multiple(dist, get_world_size=lambda: self.world_size, **ranks)
-        with patch, parts_in_ranges(model, optimizers, self.within), self:
-            train_gpt2.train_step(model, optimizers, *batch)
+        is_initialized = lambda: self.world_size > 1  # noqa: E731
+        with (
+            mock.patch.multiple(dist, is_initialized=is_initialized, all_reduce=self.all_reduce),
+            mock.patch.object(train_gpt2, "_coalescing_manager", self.coalescing_manager),
+            in_ranges(parts_of_step(run), self.within),
+            self,
+        ):
+            train_gpt2.train_step(run, inputs, targets)
 
 
 def planned(args, gpu, world_size, token_files=""):
-    """Return (clock, memory, graphs) of a step on rank 0. memory: {use: bytes} at the peak."""
+    """Return (clock, memory, run, graphs) of a step on rank 0. memory: {use: bytes} at the peak."""
     gpu_compiler.chosen.gpu = gpu
     visible = visible_blocks(args, read_sequences(args, token_files))
     new_clock = functools.partial(Clock, gpu, args.vocab_size, world_size, visible)
     clock = new_clock()
-    with gpu_compiler.on_gpu(args, gpu.dtype, lambda g: clock.running(g)) as (model, graphs):
+    with (
+        mock.patch.object(train_gpt2, "get_world_size", lambda: world_size),
+        gpu_compiler.on_gpu(args, gpu.dtype, lambda graph: clock.running(graph)) as (run, graphs),
+    ):
         gpu_compiler.show_progress("counting the operations of a step")
-        shape = args.batch_size // world_size, args.sequence_length
-        inputs = torch.zeros(shape, dtype=torch.int64, device="cuda")
-        optimizers = train_gpt2.build_optimizers(model, args, 0, world_size)
+        sequences = args.batch_size // world_size
+        inputs = torch.zeros(sequences, args.sequence_length, dtype=torch.int64, device="cuda")
         for _ in range(2):  # the first step creates the optimizers' states
             clock = new_clock()
-            clock.time_step(model, optimizers, inputs, inputs.clone(), args)
-    by_dtype = Counter()
-    for p in model.parameters():
-        by_dtype[p.dtype] += p.nbytes
-    weights = by_dtype.total()
-    states = tree_leaves([optimizer.state_dict()["state"] for optimizer in optimizers])
+            clock.time_step(run, inputs, inputs.clone())
+    weights = sum(p.nbytes for p in run.model.parameters())
+    matrices = sum(p.numel() for p in train_gpt2.params_of(run.optimizers[0]))
+    states = tree_leaves([optimizer.state_dict()["state"] for optimizer in run.optimizers])
     peak = max(graph.peak_bytes for graph in graphs[1:])  # includes new gradients
-    if len(inputs) > args.device_batch_size:
+    if sequences > run.micro_batch:
         peak += weights  # gradients of earlier micro-batches
-    exchange = weights  # all gradients, and a buffer for those of one dtype
-    exchange += max(by_dtype.values()) if world_size > 1 else 0
+    updates = 2 * matrices  # Muon holds all of them in bfloat16
     memory = {"weights": weights, "optimizer states": sum(state.nbytes for state in states)}
-    memory["activations and gradients"] = max(peak, exchange)
-    return clock, memory, graphs
+    memory["activations and gradients"] = max(peak, weights + updates)
+    return clock, memory, run, graphs
 
 
-def page(args, device, clock, memory):
+def page(run, device, clock, memory):
     """Return a plan as Markdown."""
     step = sum(clock.usage.values(), Counter())
     rows = []
@@ -242,14 +274,16 @@ def page(args, device, clock, memory):
         row = [part, f"{used['launches']}", f"{used['bytes'] / 1e9:.1f}"]
         row += [f"{used['flops'] / 1e12:.2f}", f"{1000 * used['seconds']:.2f}"]
         rows.append([*row, f"{used['seconds'] / step['seconds']:.1%}"])
-    micro_batches = args.batch_size // clock.world_size // args.device_batch_size
+    args = run.args
+    micro_batches = math.ceil(args.batch_size / clock.world_size / run.micro_batch)
+    waited = clock.usage["communication"]["seconds"]
     model_flops = step["flops"] - clock.usage["Newton-Schulz"]["flops"]
     uses = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
     gpu = clock.gpu
     dtype = str(gpu.dtype).removeprefix("torch.")
     return f"""\
 Planned, not measured: a step on {clock.world_size} x {device}, \
-{micro_batches} x {args.device_batch_size} sequences on each.
+{micro_batches} x {run.micro_batch} sequences on each.
 {device}: {gpu.flops / 1e12:g} TFLOP/s in {dtype}, memory {gpu.bandwidth / 1e9:g} GB/s, \
 bus {gpu.bus / 1e9:g} GB/s ({gpu.source}).
 
@@ -258,7 +292,10 @@ bus {gpu.bus / 1e9:g} GB/s ({gpu.source}).
 Training: {args.num_iterations} steps in {step["seconds"] * args.num_iterations / 60:.1f} minutes. \
 MFU: {model_flops / step["seconds"] / gpu.flops:.1%}.
 Peak memory: {sum(memory.values()) / 1e9:.1f} GB ({uses}).
-Collectives of a step: {len(clock.sent)} all_reduce, {sum(clock.sent) / 1e6:.1f} MB in total.
+Collectives of a step: {len(clock.sent)} all_reduce, {sum(clock.sent) / 1e6:.1f} MB in total. \
+They take {1000 * clock.network_seconds:.2f} ms. The GPU waits for {1000 * waited:.2f} ms of it, \
+before and after Muon's Newton-Schulz, which hides the rest.
+Host: train_step reads nothing from the GPU (here, a read fails, because tensors have no values).
 
 Not modelled: which kernel configurations autotuning picks, the speed of cuBLAS and cuDNN at these
 shapes, L2 cache hits, a GPU that waits for Python, collectives that slow down concurrent kernels,
@@ -279,11 +316,8 @@ def main(argv):
     require(args.dtype in ("auto", dtype), sentence)
     divides = own.world_size > 0 and args.batch_size % own.world_size == 0
     require(divides, f"world_size={own.world_size} must divide batch_size={args.batch_size}")
-    sequences = args.batch_size // own.world_size
-    micro_batch = train_gpt2.micro_batch_size(sequences, args.device_batch_size)
-    args = dataclasses.replace(args, device_batch_size=micro_batch)
-    clock, memory, _ = planned(args, gpu, own.world_size, own.tokens)
-    print(page(args, own.device, clock, memory))
+    clock, memory, run, _ = planned(args, gpu, own.world_size, own.tokens)
+    print(page(run, own.device, clock, memory))
 
 
 if __name__ == "__main__":

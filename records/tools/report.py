@@ -11,9 +11,8 @@ Otherwise the group is named after the file, without the seed: muon_seed3.txt be
 means that the log does not contain the value. n counts every run. A group has no mean if one of its
 runs is unfinished (stopped or still running) or has diverged.
 
-Runs in a group must share val_hash, world size, dtype and num_iterations, otherwise the group is
-rejected. A resumed run's starts must agree too, but num_iterations may grow. All runs in a
-picture must share val_hash.
+Runs in a group must share validation data, world size, dtype and num_iterations, otherwise the
+group is rejected. All runs in a picture must share validation data.
 
 In a README, a generated table stands between its command, `<!-- python records/tools/... -->`, and
 `<!-- end -->`, each on a line of its own. --stale runs these commands, lists those whose output has
@@ -55,7 +54,10 @@ def progress(run):
     return f"{steps}" if run.finished else f"{run.last_step} of {steps}, {run.fault}"
 
 
-UNKNOWN = {"device": "n/a", "torch": "n/a"}
+def hardware(run):
+    return f"{or_na(run.facts.get('device'))}, torch {or_na(run.facts.get('torch'))}"
+
+
 COLUMNS = {  # name: text of a run
     "seed": lambda run: f"{run.seed}",
     "steps": progress,
@@ -63,7 +65,7 @@ COLUMNS = {  # name: text of a run
     "train time": lambda run: or_na(run.train_seconds, "{:.0f} s"),
     "ms/step": lambda run: or_na(run.ms_per_step, "{:.1f}"),
     "peak memory": lambda run: or_na(run.peak_memory, "{} MiB"),
-    "hardware": lambda run: "{device}, torch {torch}".format_map(UNKNOWN | run.facts),
+    "hardware": hardware,
 }
 
 
@@ -105,17 +107,13 @@ def grouped(named):
 
 
 def check_equal(what, value_of, runs):
-    """Raise ValueError if a value differs between runs, or between the starts of one of them.
-
-    Unknown values do not count. Returns whether all values are known.
-    """
+    """Raise ValueError if a value differs between runs. Missing values (None) do not count."""
     values = {f"{value_of(run)}": run.path for run in runs if value_of(run) is not None}
     listed = ", ".join(f"{text} in {path}" for text, path in values.items())
     require(
-        len(values) < 2 and " then " not in listed,
+        len(values) < 2,
         f"these runs differ in {what}, so their losses are not comparable: {listed}",
     )
-    return all(value_of(run) is not None for run in runs)
 
 
 # ---- Tables --------------------------------------------------------------------------------------
@@ -195,7 +193,7 @@ def history():
             steps = runs[0].num_iterations
             tokens = steps * runs[0].tokens_per_step
             cells = [group, f"{len(runs)}", f"{steps:,}", f"{tokens:,}", loss_of(runs)]
-            rows.append([*record, *cells, COLUMNS["hardware"](runs[0])])
+            rows.append([*record, *cells, hardware(runs[0])])
             record = ["", ""]
     head = ["date", "record", "runs", "n", "steps", "tokens", "val loss", "hardware"]
     return markdown(head, rows)
@@ -222,8 +220,7 @@ def draw(groups, path):
         from matplotlib.figure import Figure
     style.use("tableau-colorblind10")
     runs = [run for own in groups.values() for run in own]
-    what = "validation tokens (val_hash)"
-    check_equal(what, LOSS_DEPENDS_ON[what], runs)
+    check_equal("validation data", LOSS_DEPENDS_ON["validation data"], runs)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, (name, own) in enumerate(groups.items()):
@@ -241,14 +238,7 @@ def draw(groups, path):
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, loc="upper right")
-    names = ", ".join(groups).replace("$", r"\$")
-    kinds = "validation loss (solid) and training loss (dotted, averaged)"
-    axes.set_title(f"{names}\n{kinds}" if len(groups) < 4 else kinds, fontsize=11)
-    if len(runs) == 1 and runs[0].train_seconds and runs[0].last_step:
-        speed = runs[0].last_step * runs[0].tokens_per_step / runs[0].train_seconds
-        to_seconds_and_back = (lambda tokens: tokens / speed), (lambda seconds: seconds * speed)
-        top = axes.secondary_xaxis("top", functions=to_seconds_and_back)
-        top.set_xlabel("seconds of training")
+    axes.set_title("validation loss (solid) and training loss (dotted, averaged)", fontsize=11)
     figure.savefig(path, dpi=90)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import runlog
-from compare import check_comparable, check_finished, differences, same_training_data
+from compare import check_comparable, check_finished, differences
 from report import check_equal
 from runlog import ROOT, argument_parser, command, packages, require
 
@@ -57,25 +57,21 @@ def choose(folder, name):
 
 def arguments_of(run):
     """Return the settings of a run as arguments for its own script."""
-    arguments = []
-    for name, value in run.settings.items():
-        if value is not None and name not in runlog.SET_FOR_EACH_RUN:
-            arguments.append(f"--{name}={value}")
-    return arguments
+    given = sorted(run.settings.keys() - runlog.SET_FOR_EACH_RUN)
+    return [f"--{name}={run.settings[name]}" for name in given if run.settings[name] is not None]
 
 
 def repeat(run, fields, log_dir):
     """Train again as logged; return the path of the new log."""
     name = f"rerun_{run.path.stem}_{time.strftime('%Y%m%d-%H%M%S')}"
     processes = int(run.facts.get("processes", 1))
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     with tempfile.TemporaryDirectory() as folder:
         for source, text in run.sources.items():  # laid out as in the repository
             path = Path(folder, source)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         script = f"{folder}/{next(iter(run.sources))}"
-        argv = [sys.executable, *(launch if processes > 1 else []), script]
+        argv = [*runlog.launch_command(processes), script]
         argv += [*arguments_of(run), *fields, f"--run_id={name}", f"--log_dir={log_dir}"]
         done = subprocess.run(argv)
     require(done.returncode == 0, f"the repetition ended with exit status {done.returncode}")
@@ -93,12 +89,11 @@ def prediction_interval(losses):
 def judge(new_run, run, group):
     """Print how the loss of the repetition compares; return the exit status."""
     check_finished(new_run)
-    check_equal("validation tokens", lambda run: run.facts.get("val_hash"), [run, new_run])
-    for name in "torch", "products", "device":
+    for what in "validation data", "training data":
+        check_equal(what, runlog.COMPARABLE[what], [run, new_run])
+    for name in "torch", "matmul_dtype", "device":
         if new_run.facts.get(name) != run.facts.get(name):
             print(f"{name} is {new_run.facts.get(name)} here, {run.facts.get(name)} in the record")
-    known = same_training_data([run, new_run])
-    require(known, "the logs share no data_hash, so the data are not comparable")
     for name, one in (f"{run.path}", run), ("again", new_run):
         took = f"{one.train_seconds:.0f} s of training"
         print(f"{name}: seed {one.seed}, loss {one.val_loss:.4f}, {took}")

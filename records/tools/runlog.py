@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,35 +14,40 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 POINT = re.compile(
     r"step:(?P<step>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
-    r"(?: data_hash:(?P<hash>\w+))?"
 )
-FACT = re.compile(  # name:value, before the first step and after the last one
-    r"(?:^| )(torch|commit|device|processes|products|train_tokens|val_hash|peak_memory)"
-    r":(\S.*?)(?= [\w/]+:|$)",
+FACT = re.compile(  # name:value, mostly before the first step; the last three are of old logs
+    r"(?:^| )(torch|commit|device|processes|matmul_dtype|train_tokens|train_data|val_data"
+    r"|products|val_hash|peak_memory):(\S.*?)(?= [\w/]+:|$)",
     re.M,
 )
+RENAMED_FACTS = {  # old name: new name
+    "products": "matmul_dtype",
+    "val_hash": "val_data",
+    "peak_memory": "peak_memory_mib",
+}
+SUMMARY = re.compile(r"^(\w+): (.*)$", re.M)  # a line after the last step
 HEADER = re.compile(r"((?:^hyperparameter \w+=.*\n)+)", re.M)
 
 # What makes runs comparable: the rules of all tools.
 # These settings have no effect on the result.
-SET_FOR_EACH_RUN = {"run_id", "log_dir", "resume", "print_every"}
+SET_FOR_EACH_RUN = {"run_id", "log_dir", "resume"}
 MAY_VARY_IN_ARM = {"seed"} | SET_FOR_EACH_RUN  # the runs of an arm of ab.py differ only in these
-# Repetitions of an experiment may differ in these. The last two belong to old scripts.
+# Repetitions of an experiment may differ in these.
 MAY_VARY = MAY_VARY_IN_ARM | {"device_batch_size", "save_every", "keep_checkpoints", "comm_timeout"}
-MAY_VARY |= {"checksum_every", "bytes_per_token"}
 LOSS_DEPENDS_ON = {  # losses are only averaged if these are equal
-    "validation tokens (val_hash)": lambda run: run.facts.get("val_hash"),
+    "validation data": lambda run: run.facts.get("val_data"),
+    "number of validation tokens": lambda run: run.settings.get("val_tokens"),
     "number of processes": lambda run: run.facts.get("processes"),
-    "dtype of products": lambda run: run.facts.get("products"),
+    "dtype of matmuls": lambda run: run.facts.get("matmul_dtype"),
 }
 COMPARABLE = {  # experiments are only compared if these are equal
     **LOSS_DEPENDS_ON,
-    "number of validation tokens": lambda run: run.settings.get("val_tokens"),
+    # Old logs hold only the number of training tokens.
+    "training data": lambda run: run.facts.get("train_data") or run.facts.get("train_tokens"),
     "sequence_length": lambda run: run.settings["sequence_length"],
     "hardware": lambda run: run.facts.get("device"),
     "schedule": lambda run: f"continued, {run.schedule}" if run.continued else "in one go",
 }
-RENAMED_SETTINGS = {"ngrams": "max_ngram", "key_offset": "key_shift"}  # old name: new name
 
 
 @contextlib.contextmanager
@@ -56,6 +60,14 @@ def packages():
         sys.exit(f"{Path(sys.argv[0]).name}: {error.name} is not installed: {fix}")
 
 
+def launch_command(processes):
+    """Return the command that starts a Python script in some processes, without the script."""
+    if processes == 1:
+        return [sys.executable]
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
+    return [sys.executable, *torchrun, f"--nproc_per_node={processes}"]
+
+
 def argument_parser(description):
     """Return a parser that prints the description with its own line breaks."""
     return argparse.ArgumentParser(
@@ -64,17 +76,13 @@ def argument_parser(description):
 
 
 def command(main):
-    """Run a tool's main with sys.argv. An error prints one line and exits with status 1."""
+    """Run a tool's main with sys.argv. Errors that are no bugs print one line; the status is 1."""
     try:
         sys.exit(main(sys.argv[1:]))
     except (ValueError, OSError, subprocess.SubprocessError) as error:
-        message = str(error)
+        sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception as error:  # unexpected, so say where
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-    sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(message.split())}")
 
 
 def require(condition, sentence):
@@ -92,9 +100,8 @@ class Run:
     settings: dict  # under the names that the logged script gives them
     facts: dict  # {name: text} of the header and the summary
     schedule: list  # num_iterations, once, and again for each resume that raised it
-    ended: bool  # whether the log contains the result line
+    ended: bool  # whether the log contains the result
     points: dict = field(default_factory=lambda: {"train": [], "val": []})  # (step, loss, ms)
-    hashes: dict = field(default_factory=dict)  # {tokens read: data_hash}
     last_step: int = 0  # of the last point
     train_seconds: float = None  # at the last point
     ms_per_step: float = None  # mean, as logged
@@ -132,23 +139,19 @@ class Run:
     @property
     def peak_memory(self):
         """MiB, of the last start, or None."""
-        found = re.findall(r"\d+", self.facts.get("peak_memory", ""))
-        return int(found[-1]) if found else None
-
-
-def with_new_names(settings):
-    """Return settings, a dict, under the names that train_gpt2.py gives them today."""
-    return {RENAMED_SETTINGS.get(name, name): value for name, value in settings.items()}
+        found = self.facts.get("peak_memory_mib")
+        return None if found is None else int(found.removesuffix("MiB"))
 
 
 def read_starts(path, text):
     """Return the Run of a log, without its points.
 
-    Each start logs the script's source (in old logs also that of the files that it imports), then
-    its settings, then facts and points. The settings of the last start count. Raises ValueError if
-    the starts differ in source or seed, because the log would hold two different runs.
+    Each start logs a title, the script's source (in old logs no title, but the sources of the files
+    that it imports), then its settings, facts and points, and at the end a summary. The settings
+    and facts of the last start count. Raises ValueError if the starts differ in source or seed,
+    because the log would hold two different runs.
     """
-    source, *parts = HEADER.split(text)
+    source, *parts = HEADER.split(re.sub(r"\ALog of train_gpt2.py.*\n", "", text))
     starts = []  # settings
     for header in parts[::2]:
         pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", header, flags=re.M)
@@ -156,19 +159,17 @@ def read_starts(path, text):
     *resumed, last = parts[1::2]
     require(all(body.endswith(source) for body in resumed), "another source")
     require(len({start.get("seed") for start in starts}) == 1, "another seed")
-    bodies = [body.removesuffix(source) for body in resumed] + [last]
-    facts = {}  # {name: its different values in order}
-    for name, value in FACT.findall("\n".join(bodies)):
-        facts.setdefault(name, {})[value] = None
+    facts = {RENAMED_FACTS.get(name, name): value for name, value in FACT.findall(last)}
+    facts |= SUMMARY.findall(last)
     names = ["train_gpt2.py", *re.findall(r"^source of (\S+):\n", source, flags=re.M)]
     texts = re.split(r"^source of \S+:\n", source, flags=re.M)
     return Run(
         path=path,
         sources={name: text[:-1] for name, text in zip(names, texts)},  # drop the log's newline
         settings=starts[-1],
-        facts={name: " then ".join(values) for name, values in facts.items()},
+        facts=facts,
         schedule=list(dict.fromkeys(start["num_iterations"] for start in starts)),
-        ended=re.search(r"^result ", last, flags=re.M) is not None,
+        ended="val_loss" in facts or "\nresult " in last,  # in old logs
     )
 
 
@@ -180,13 +181,10 @@ def add_point(run, found):
         last_train = step if kind == "val" else step - 1
         run.points["train"] = [p for p in run.points["train"] if p[0] <= last_train]
         run.points["val"] = [p for p in run.points["val"] if p[0] < step]
-        run.hashes = {n: value for n, value in run.hashes.items() if n < step * run.tokens_per_step}
     ms, average = float(found["ms"]), float(found["average"])
     run.last_step, run.train_seconds = step, ms / 1000
     run.points[kind].append((step, loss, ms))
     run.ms_per_step = None if math.isnan(average) else average
-    if found["hash"] and step:
-        run.hashes[step * run.tokens_per_step] = found["hash"]
 
 
 def read(path):
@@ -203,8 +201,7 @@ def read(path):
                 add_point(run, found)
         total = run.tokens_per_step + run.num_iterations + run.seed
         require(isinstance(total, int), "a setting is not an integer")
-    # Python's parser raises the last two for expressions that are nested too deeply.
-    except (ValueError, KeyError, IndexError, SyntaxError, TypeError, MemoryError, RecursionError):
+    except Exception:  # a damaged log can raise almost any type
         raise ValueError(
             f"{path} is not the log of a training run: it must hold the script's source and its "
             f"hyperparameters, and if resumed, the same source and seed again"

@@ -1,12 +1,15 @@
-"""Measure where the time of a step goes: `bash run.sh profile [--field=value ...]`, or torchrun.
+"""Measure where the time of a step goes: `bash run.sh profile [--name=value ...]`, or torchrun.
 
-It initializes and compiles the model and takes a few training steps as any run would, under
-torch.profiler. Rank 0 prints the time of each part of a step, and the operations and kernels that
-take the most time. Every rank writes a trace for https://ui.perfetto.dev to
-log_dir/profile_<run_id>/. There is no log and no checkpoint.
+It initializes and compiles the model and takes a few steps of the training loop under
+torch.profiler. Rank 0 prints the time of each part of a step, the work of the host between two
+steps, what makes ranks or the host wait, and the operations and kernels that take the most time.
+Every rank writes a trace for https://ui.perfetto.dev to log_dir/profile_<run_id>/. There is no log
+and no checkpoint.
 """
 
 import contextlib
+import dataclasses
+import re
 import sys
 from pathlib import Path
 from unittest import mock
@@ -21,23 +24,44 @@ sys.path.insert(0, str(ROOT))
 import train_gpt2
 
 WARM_UP, PROFILED = 2, 3  # steps; the first one creates the optimizers' states
+COUNTED = {  # patterns of the profiler's events
+    "collectives": "c10d::",
+    "reads of device tensors by Python": "host read$",
+    "copies between host and GPU": "Memcpy (HtoD|DtoH)",
+}
+
+
+def parts_of_step(run):
+    """Return (owner, name, part) of the functions that make up train_gpt2.train_step."""
+    return [
+        (type(run.model), "__call__", "forward"),
+        (torch.Tensor, "backward", "backward"),
+        (train_gpt2, "start_gradient_sums", "gradient sums"),
+        (dist.Work, "wait", "waits for ranks"),
+        (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
+        *((optimizer, "step", type(optimizer).__name__) for optimizer in run.optimizers),
+    ]
 
 
 @contextlib.contextmanager
-def parts_in_ranges(model, optimizers, range_of):
-    """Run each part of a training step in the context manager range_of(part); yield the parts."""
-    calls = (
-        (type(model), "__call__", "forward"),
-        (torch.Tensor, "backward", "backward"),
-        (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
-        (dist, "all_reduce", "communication"),
-        *((optimizer, "step", type(optimizer).__name__) for optimizer in optimizers),
-    )
+def in_ranges(parts, range_of):
+    """Run each of some functions in the context manager range_of(part)."""
     with contextlib.ExitStack() as patches:
-        for owner, name, part in calls:
+        for owner, name, part in parts:
             in_range = range_of(part)(getattr(owner, name))  # context managers are decorators
             patches.enter_context(mock.patch.object(owner, name, in_range))
-        yield [part for *_, part in calls]
+        yield
+
+
+def in_read_range(read, device):
+    """Wrap a method of tensors, such as item: mark its calls on the device as "host read"."""
+
+    def marked(tensor):
+        on_device = tensor.device.type == device.type
+        with record_function("host read") if on_device else contextlib.nullcontext():
+            return read(tensor)
+
+    return marked
 
 
 @contextlib.contextmanager
@@ -49,18 +73,50 @@ def synchronized_range(part):
         torch.cuda.synchronize()
 
 
+class EnoughSteps(Exception):
+    """Ends the training loop."""
+
+
 def take_steps(run, count, range_of=record_function):
-    """Take `count` steps as train_gpt2.train does; return ({part: ms per step}, profiler)."""
-    with profile() as profiler, parts_in_ranges(run.model, run.optimizers, range_of) as parts:
-        for _ in range(count):
-            with range_of("step"):
-                with range_of("loader"):
-                    inputs, targets, _ = train_gpt2.read_batch(run)
-                arguments = run.model, run.optimizers, inputs, targets, run.args
-                train_gpt2.train_step(*arguments, run.stop.check).item()
-            run.step += 1
-    parts = {"step", "loader", *parts}
-    rows = [row for row in profiler.key_averages() if row.key in parts]
+    """Profile `count` steps of train_gpt2.train; return ({part: ms per step}, profiler).
+
+    A step lasts from the start of train_step to its next start, so it includes the work of the
+    host between the two.
+    """
+    profiler = profile()
+    parts = [
+        (type(run.train_loader), "batch", "batch"),
+        (train_gpt2, "read_reports", "reports"),
+        (train_gpt2, "train_step", "train_step"),
+        *parts_of_step(run),
+    ]
+    first_step = run.step
+    reads = {
+        name: in_read_range(getattr(torch.Tensor, name), run.device)
+        for name in ("item", "tolist", "__bool__", "__float__", "__int__")
+    }
+    with (
+        in_ranges(parts, range_of),
+        mock.patch.multiple(torch.Tensor, **reads),
+        contextlib.ExitStack() as step_range,
+    ):
+        train_step = train_gpt2.train_step
+
+        def step_in_range(run, *batch):
+            step_range.close()  # of the step before
+            if run.step == first_step:
+                profiler.start()
+            if run.step == first_step + count:
+                raise EnoughSteps
+            step_range.enter_context(range_of("step"))
+            return train_step(run, *batch)
+
+        loop = mock.patch.object(train_gpt2, "train_step", step_in_range)
+        with loop, contextlib.suppress(EnoughSteps):
+            train_gpt2.train(run)
+        profiler.stop()
+    names = {"step", *(part for *_, part in parts)}
+    rows = [row for row in profiler.key_averages() if row.key in names]
     # On a GPU, each range has a second row for the device, whose CPU time is 0.
     ms = {row.key: row.cpu_time_total / 1000 / count for row in rows if row.cpu_time_total}
     return ms, profiler
@@ -69,28 +125,43 @@ def take_steps(run, count, range_of=record_function):
 def main(args, stop):
     """Profile steps of a run, in this process or in torchrun's."""
     run = train_gpt2.set_up(args, stop)
-    with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
-        train_gpt2.compile_model(run.model, args, *train_gpt2.validation_batch(run, 0))
+    # Do not validate or save, and let even a short run take all steps.
+    steps = max(args.num_iterations, WARM_UP + 2 * PROFILED + 1)
+    changes = dict(num_iterations=steps, val_loss_every=0, save_every=0)
+    run.args = dataclasses.replace(args, **changes)
+    if args.compile:
+        with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
+            train_gpt2.compile_model(run)
     take_steps(run, WARM_UP)
     range_of = synchronized_range if run.device.type == "cuda" else record_function
     ms_per_step, _ = take_steps(run, PROFILED, range_of)
     _, profiler = take_steps(run, PROFILED)  # does not wait for the GPU, so the trace shows overlap
     folder = Path(args.log_dir, f"profile_{run.folder.name}")
     folder.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(folder / f"trace_rank{run.rank}.json.gz"))
-    if run.rank == 0:
-        tokens = run.train_loader.tokens_per_step
+    rank = train_gpt2.get_rank()
+    profiler.export_chrome_trace(str(folder / f"trace_rank{rank}.json.gz"))
+    if rank == 0:
         print(
-            f"Mean time of {PROFILED} steps of {tokens:,} tokens on rank 0. A "
-            f"part includes the parts that it calls, and waits for the GPU at both ends.\n"
+            f"\nMean time of {PROFILED} steps of {args.batch_size * args.sequence_length:,} tokens "
+            "on rank 0. A part includes the parts that it calls, and waits for the GPU at both "
+            "ends.\n"
         )
         for part, ms in sorted(ms_per_step.items(), key=lambda item: -item[1]):
             print(f"{part:<16}{ms:>10.2f} ms{ms / ms_per_step['step']:>8.1%}")
+        between = ms_per_step["step"] - ms_per_step["train_step"]
+        print(
+            f"\nBetween two calls of train_step, the host works for {between:.2f} ms: it reads the "
+            "next batch, reads and logs the loss, and sets the learning rates. In each step:\n"
+        )
+        rows = profiler.key_averages()
+        for name, pattern in COUNTED.items():
+            count = sum(row.count for row in rows if re.match(pattern, row.key))
+            print(f"{count / PROFILED:>6.3g} {name}")
         order = f"self_{run.device.type}_time_total"
-        table = profiler.key_averages().table(order, row_limit=15, max_name_column_width=60)
+        table = rows.table(order, row_limit=15, max_name_column_width=60)
         print(f"\ntorch.profiler's table of {PROFILED} steps:\n\n{table}")
         print(f"traces, for https://ui.perfetto.dev: {folder}", flush=True)
-    train_gpt2.leave_processes()
+    train_gpt2.leave_ranks()
 
 
 if __name__ == "__main__":

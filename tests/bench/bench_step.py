@@ -15,7 +15,6 @@ minimum and maximum. The loss is that of the last training step. Run nothing els
 import functools
 import importlib.util
 import multiprocessing
-import platform
 import random
 import statistics
 import sys
@@ -49,53 +48,53 @@ def load_script(path):
     return module
 
 
-def plain_step_of(name, gpt, args):
-    """Return the step of tests/plain.py, with gpt's weights and PyTorch's default settings."""
+def plain_step_of(name, run):
+    """Return the step of tests/plain.py, with the weights of run and PyTorch's own settings."""
+    args, dtype = run.args, run.model.dtype
     if args.model != "gpt2":
         raise ValueError(f"the plain model is gpt2, not {args.model}: pass --model=gpt2")
-    model = plain.PlainGPT(args).to(gpt.lm_head.weight.device)
-    model.load_state_dict(gpt.state_dict())
+    model = plain.PlainGPT(args).to(run.device)
+    model.load_state_dict(run.model.state_dict())
     if name == "plain compiled":
         model.compile(dynamic=False)
-    optimizers = plain.plain_optimizers(model, args, gpt.dtype)
-    options = dict(dtype=gpt.dtype, device_batch_size=args.device_batch_size)
-    return lambda inputs, targets: plain.plain_step(model, optimizers, inputs, targets, **options)
+    optimizers = plain.plain_optimizers(model, args, dtype)
+    options = dict(dtype=dtype, device_batch_size=run.micro_batch)
+    return lambda *batch: plain.plain_step(model, optimizers, *batch, **options)
 
 
-def script_step_of(script, gpt, args, inputs, targets):
+def script_step_of(script, run):
     """Return the step of train_gpt2.py or a copy, configured and compiled as in training."""
-    script.configure_backend(args, inputs.device)
-    optimizers = script.build_optimizers(gpt, args, 0, 1)
-    size = script.micro_batch_size(len(inputs), args.device_batch_size)
-    script.compile_model(gpt, args, inputs[:size], targets[:size])
-    return lambda *batch: script.train_step(gpt, optimizers, *batch, args)
+    script.configure_backend(run.args, run.device)
+    run.optimizers = script.build_optimizers(run.model, run.args)
+    if run.args.compile:
+        script.compile_model(run)
+    return lambda *batch: script.train_step(run, *batch)[0]
 
 
 @functools.cache  # each process prepares only one side
 def prepare(name, args):
-    """Return (step, device, startup seconds, including the first step) of a side.
-
-    step() takes a training step, always on the same random tokens, and returns its loss.
-    """
+    """Return (step, device). step() trains on the same random tokens and returns the loss."""
     script = train_gpt2 if name in PLAIN else load_script(name)
-    _, _, device = script.join_processes(args)
+    device = script.join_ranks(args)
     B, T = args.batch_size, args.sequence_length
     torch.manual_seed(args.seed)
     tokens = torch.randint(args.vocab_size, (B * T + 1,)).to(device)
     batch = tokens[:-1].view(B, T), tokens[1:].view(B, T)
-    gpt = script.build_model(args, script.choose_dtype(args, device)).to(device)
-    start = time.perf_counter()
-    if name in PLAIN:
-        step = plain_step_of(name, gpt, args)
-    else:
-        step = script_step_of(script, gpt, args, *batch)
-    step(*batch).item()
-    return lambda: step(*batch).item(), device, time.perf_counter() - start
+    dtype = getattr(torch, script.choose_dtype(args, device))
+    run = SimpleNamespace(
+        args=args,
+        device=device,
+        model=script.build_model(args, dtype).to(device),
+        micro_batch=min(B, args.device_batch_size),
+        stop=script.StopRequest(),
+    )
+    step = plain_step_of(name, run) if name in PLAIN else script_step_of(script, run)
+    return lambda: step(*batch).item(), device
 
 
 def take_turn(name, args, steps):
-    """Take some steps; return seconds per step, loss, machine, memory and start time."""
-    step, device, start_seconds = prepare(name, args)
+    """Take some steps; return (seconds per step, loss, machine, peak MiB)."""
+    step, device = prepare(name, args)
     step()  # reclaims caches and memory that the other side has used
     start = time.perf_counter()
     for _ in range(steps):
@@ -103,8 +102,7 @@ def take_turn(name, args, steps):
     seconds = (time.perf_counter() - start) / steps
     torch.cuda.empty_cache()  # does nothing without a GPU
     machine = f"{device} {train_gpt2.device_name(device)}, {torch.get_num_threads()} threads"
-    figures = dict(machine=machine, memory=train_gpt2.peak_memory(device), start=start_seconds)
-    return SimpleNamespace(seconds=seconds, loss=loss, **figures)
+    return seconds, loss, machine, train_gpt2.peak_memory(device)
 
 
 # ---- The table ----------------------------------------------------------------------------------
@@ -119,22 +117,15 @@ def compare(opponent, args, rounds, steps):
             for name, process, turns in random.sample(sides, 2):
                 turns.append(process.submit(take_turn, name, args, steps).result())
     script_turns = sides[0][2]
-    print(f"\n{script_turns[0].machine}")
-    print(
-        "step                    ms/step ratio (least..greatest) peak MiB (ratio)  start s    loss"
-    )
+    print(f"\n{script_turns[0][2]}")
+    print("step                    ms/step ratio (least..greatest) peak MiB    loss")
     for name, _, turns in sides:
-        last, seconds = turns[-1], [turn.seconds for turn in turns]
-        ratios = [turn.seconds / base.seconds for turn, base in zip(turns, script_turns)]
+        seconds = [turn[0] for turn in turns]
+        ratios = [turn[0] / base[0] for turn, base in zip(turns, script_turns)]
         spread = f"{statistics.median(ratios):5.3f} ({min(ratios):.3f}..{max(ratios):.3f})"
-        memory = f"{last.memory:.0f} ({last.memory / script_turns[-1].memory:.2f})"
-        print(
-            f"{Path(name).stem:22s} {1000 * statistics.median(seconds):8.1f} {spread:23s} "
-            f"{memory:>16s} {last.start:8.1f} {last.loss:7.4f}"
-        )
-    for name, _, turns in sides:
-        print(f"seconds {Path(name).stem}: {' '.join(f'{turn.seconds:.4f}' for turn in turns)}")
-    sys.stdout.flush()
+        _, loss, _, memory = turns[-1]
+        ms = 1000 * statistics.median(seconds)
+        print(f"{Path(name).stem:22s} {ms:8.1f} {spread:23s} {memory:8.0f} {loss:7.4f}", flush=True)
 
 
 def main():
@@ -144,17 +135,12 @@ def main():
     parser.add_argument("--steps", type=int, default=3)
     options, settings = parser.parse_known_args()
     args = train_gpt2.parse_args([*SETTINGS, *settings])
-    print(f"command: python {' '.join(sys.argv)}\n{args}", flush=True)
-    print(f"torch {torch.__version__}, {platform.platform()}")
-    for opponent in options.opponents:
-        if opponent not in PLAIN and not Path(opponent).is_file():
-            parser.error(f"{opponent} is neither a script nor one of {', '.join(PLAIN)}")
+    print(f"command: python {' '.join(sys.argv)}\n{args}\ntorch {torch.__version__}", flush=True)
     for opponent in options.opponents:
         try:
             compare(opponent, args, options.rounds, options.steps)
         except Exception as error:  # for example, a kernel that this device does not have
             print(f"{opponent} failed: {str(error).splitlines()[0]}", flush=True)
-    print("done")
 
 
 if __name__ == "__main__":

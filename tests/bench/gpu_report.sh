@@ -20,7 +20,7 @@
 #                    whole limit: set RUN_STEPS to LIMIT / step_avg of default_warm
 # Without PART: the parts of calls 1, 3 and 4. DATA: folder with *train_*.bin and *val_*.bin, or
 # .bin.xz (default data/fineweb10B). CACHE: compiler cache, kept between calls (default
-# logs/gpu_cache). PYTHON: interpreter. DEVICE=cpu tests this script itself, with a tiny model.
+# logs/gpu_cache). PYTHON: interpreter.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: bash tests/bench/gpu_report.sh DIR [PART ...]}
@@ -29,7 +29,7 @@ parts=" environment plan profile default record21 plain muon tests resume levers
 for part in "$@"; do
     [[ $parts == *" $part "* ]] || { echo "$part is not a part: give some of$parts" >&2; exit 1; }
 done
-python=${PYTHON:-python3} device=${DEVICE:-cuda} end=$((SECONDS + ${LIMIT:-530}))
+python=${PYTHON:-python3} end=$((SECONDS + ${LIMIT:-530}))
 export PYTHONUNBUFFERED=1
 mkdir -p "$out"
 work=$(mktemp -d)
@@ -45,20 +45,10 @@ for path in "$(realpath "${DATA:-data/fineweb10B}")"/*.bin*; do
 done
 [ -n "$(compgen -G "$work/*train_*.bin")" ] || { echo "DATA has no train_*.bin" >&2; exit 1; }
 data=(--train_files="$work/*train_*.bin" --val_files="$work/*val_*.bin" --allow_repeat=True
-    --log_dir="$work/logs" --device="$device")
-if [ "$device" = cpu ]; then # small enough to be tried in minutes
-    default=("${data[@]}" --n_layer=2 --n_head=2 --n_embd=64 --sequence_length=64 --batch_size=16
-        --device_batch_size=8 --val_tokens=4096)
-    small=("${default[@]}") full=() muon_set=(--only="4 layers x 128" --rounds=2)
-    record21=("${data[@]}" --n_layer=8 --n_head=2 --n_embd=64 --sequence_length=256 --val_tokens=4096)
-    many=6 few=3 rounds=2 RUN_STEPS=${RUN_STEPS:-40} RECORD21_STEPS=8
-else
-    default=("${data[@]}" --val_tokens=1048576)
-    small=("${default[@]}" --batch_size=64 --device_batch_size=64 --n_layer=12 --n_head=6
-        --n_embd=768 --sequence_length=1024)
-    full=(--batch_size=512) muon_set=() many=40 few=15 rounds=5
-    record21=("${data[@]}" --val_tokens=983040)
-fi
+    --log_dir="$work/logs" --device=cuda)
+default=("${data[@]}" --val_tokens=1048576)
+small=("${default[@]}" --batch_size=64)
+gpt2_124m=(--n_layer=12 --n_head=6 --n_embd=768 --sequence_length=1024 --device_batch_size=64)
 
 # run_part NAME COMMAND ...: run a command with its output in DIR/NAME.txt until the time runs out
 run_part() {
@@ -72,8 +62,7 @@ run_part() {
 
 # train NAME SCRIPT STEPS --field=value ...: a run with its log in DIR/NAME_log.txt
 train() {
-    run_part "$1" "$python" "$2" "${@:4}" --num_iterations="$3" --warmdown_iters=$(($3 * 3 / 10)) \
-        --run_id="$1"
+    run_part "$1" "$python" "$2" "${@:4}" --num_iterations="$3" --warmdown_fraction=0.3 --run_id="$1"
     cp "$work/logs/$1.txt" "$out/$1_log.txt" 2>/dev/null
 }
 
@@ -91,26 +80,25 @@ profile() {
     run_part plan_measured "$python" records/tools/compare_plan.py "$out/plan.txt" "$out/trace.json.gz"
 }
 default() {
-    TORCHINDUCTOR_CACHE_DIR=$work/cold train default_cold train_gpt2.py "$many" "${default[@]}" \
+    TORCHINDUCTOR_CACHE_DIR=$work/cold train default_cold train_gpt2.py 40 "${default[@]}" \
         --val_loss_every=0
-    train default_warm train_gpt2.py "$few" "${default[@]}" --val_loss_every=0
+    train default_warm train_gpt2.py 15 "${default[@]}" --val_loss_every=0
 }
 record21() {
     local steps=${RECORD21_STEPS:-400}
-    train record21 train_gpt2.py "$steps" --preset=record21 "${record21[@]}" \
-        --muon_momentum_warmup=$((steps / 6)) --val_loss_every=$((steps / 4))
+    train record21 train_gpt2.py "$steps" --preset=record21 "${data[@]}" \
+        --val_tokens=983040 --val_loss_every=$((steps / 4))
     # A step of the default settings has 4 / 3 as many tokens.
     train record7 train_gpt2.py $((steps * 3 / 4)) "${default[@]}" --val_loss_every=$((steps / 4))
 }
 plain() {
-    run_part plain "$python" tests/bench/bench_step.py plain "${small[@]}" "${full[@]}" \
-        --rounds=5 --steps=1
+    run_part plain "$python" tests/bench/bench_step.py plain "${default[@]}" --rounds=5 --steps=1 \
+        "${gpt2_124m[@]}" --batch_size=512
 }
-muon() { run_part muon "$python" tests/bench/bench_muon.py "${muon_set[@]}"; }
-tests() { run_part tests "$python" -m pytest -v -m cuda tests/test_cuda.py \
-    --cuda_tests_on="$device" -p no:cacheprovider; }
+muon() { run_part muon "$python" tests/bench/bench_muon.py; }
+tests() { run_part tests "$python" -m pytest -v -m cuda tests/test_cuda.py -p no:cacheprovider; }
 resume() {
-    local settings=("${small[@]}" --num_iterations="$few" --val_loss_every=0)
+    local settings=("${small[@]}" --num_iterations=15 --val_loss_every=0)
     run_part resume_whole "$python" train_gpt2.py "${settings[@]}" --run_id=whole
     settings+=(--run_id=cut --save_every=3 --keep_checkpoints=1)
     "$python" train_gpt2.py "${settings[@]}" >"$work/cut.txt" 2>&1 &
@@ -127,7 +115,7 @@ largest = max((whole[name] - cut[name]).abs().max().item() for name in whole)
 print('killed after a checkpoint and resumed: largest difference of a weight', largest)"
 }
 # Each lever is a name and a sed command that makes the edited copy of train_gpt2.py.
-option() { echo "s/^    torch.sparse.check.*/&\n    from torch._inductor import config\n    $1/"; }
+option() { echo "s/^    torch.sparse.check.*/&\n    from torch._inductor import config\n    from torch._functorch import config as functorch_config\n    $1/"; }
 attention() {
     echo "s/^        y = F.scaled.*/        with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.$1]):\n    &/"
 }
@@ -151,7 +139,7 @@ levers() {
         ! cmp -s train_gpt2.py "${copies[-1]}" || { echo "${lever%%=*} changes nothing" >&2; exit 1; }
     done
     run_part levers "$python" tests/bench/bench_step.py "${copies[@]}" "${small[@]}" \
-        --rounds="$rounds" --steps=4
+        "${gpt2_124m[@]}" --rounds=5 --steps=4
 }
 run() {
     train run train_gpt2.py "${RUN_STEPS:-360}" "${default[@]}" --val_loss_every=40

@@ -1,0 +1,59 @@
+"""Train once with each of the seeds 1, 2, ... and print the losses, their mean and its uncertainty.
+
+    bash run.sh repeat 5 --run_id=mine [--name=value ...]     # mine_seed1 to mine_seed5
+
+The settings are those of train_gpt2.py. With a target_val_loss, it prints p of the one-sided t-test
+that the mean is below it. NPROC in the environment is the number of processes. Called again, it
+keeps finished runs and continues unfinished ones. It rejects runs of other settings or sources.
+"""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from compare import against_target, check, interval_of_mean, losses_table
+from runlog import ROOT, argument_parser, command, launch_command, read, require
+
+SCRIPT = ROOT / "train_gpt2.py"
+
+
+def train(log, arguments):
+    """Train the run of a log to its end, unless it is finished; return the Run."""
+    if log.exists():
+        same = read(log).sources["train_gpt2.py"] == SCRIPT.read_text()
+        require(same, f"{log} is of another version of {SCRIPT}: pass another --run_id")
+    processes = int(os.environ.get("NPROC", "1"))
+    names = [f"--log_dir={log.parent}", f"--run_id={log.stem}", "--resume=auto"]
+    done = subprocess.run([*launch_command(processes), SCRIPT, *arguments, *names])
+    require(done.returncode == 0, f"{log.stem} ended with exit status {done.returncode}")
+    run = read(log)
+    require(run.finished, f"{log.stem} was stopped: the same command continues the series")
+    return run
+
+
+def main(argv):
+    parser = argument_parser(__doc__)
+    parser.add_argument("seeds", type=int, help="number of runs, at least 2")
+    parser.add_argument("--run_id", default="repeat", help="name of the series, default: repeat")
+    parser.add_argument("--log_dir", type=Path, default="logs", help="default: logs")
+    options, settings = parser.parse_known_args(argv)
+    require(options.seeds > 1, f"{options.seeds} run has no standard deviation: train at least 2")
+    # Ctrl-C also reaches the run, which saves a checkpoint. Wait for that.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    runs = []
+    for seed in range(1, options.seeds + 1):
+        log = options.log_dir / f"{options.run_id}_seed{seed}.txt"
+        runs.append(train(log, [*settings, f"--seed={seed}"]))
+    target = runs[0].settings["target_val_loss"] or None  # 0 means none
+    check([(options.run_id, runs)], target, options.seeds)
+    losses = [run.val_loss for run in runs]
+    print(losses_table([(options.run_id, losses)]))
+    if target:
+        against_target(options.run_id, losses, target)
+    else:
+        print(f"\nThe mean's 95% interval is {interval_of_mean(losses)}.")
+
+
+if __name__ == "__main__":
+    command(main)
