@@ -1039,8 +1039,9 @@ def micro_batches(inputs, targets, size):
 def train_step(run, inputs, targets):
     """Collective: do one optimizer step. Return [mean loss, ranks that must stop], on the device.
 
-    inputs, targets: (B, T) int64, this rank's part of the batch. On a GPU, this only launches the
-    work: nothing here waits for the device.
+    inputs, targets: (B, T) int64, this rank's part of the batch, which is split into micro-batches
+    of at most device_batch_size sequences. On a GPU, this only launches work: nothing here waits
+    for the device.
     """
     sequences = len(inputs) * get_world_size()
     loss = 0.0
@@ -1060,6 +1061,29 @@ def train_step(run, inputs, targets):
         optimizer.zero_grad()
     must_stop = torch.full_like(loss, run.stop.requested)  # filled on the device, without a copy
     return sum_over_ranks(torch.stack([loss, must_stop]))
+
+
+def start_gradient_sums(optimizers):
+    """Collective: start to sum all gradients over the ranks, in place; sparse ones become dense.
+
+    Return {parameter: work}, empty for a single process. After work.wait(), a gradient is the sum.
+    There is one all-reduce per shape. The largest matrices, with which Muon begins, come first.
+    """
+    works = {}
+    if get_world_size() == 1:
+        return works
+    for optimizer in optimizers:
+        params = [p for p in params_of(optimizer) if p.grad is not None]
+        params.sort(key=lambda p: (p.numel(), p.shape), reverse=True)
+        for _, same_shape in itertools.groupby(params, lambda p: (p.shape, p.dtype)):
+            bucket = list(same_shape)
+            # PyTorch has no public function that sums several tensors without copying them.
+            with _coalescing_manager(async_ops=True) as work:
+                for p in bucket:
+                    p.grad = p.grad.to_dense()
+                    dist.all_reduce(p.grad)
+            works.update(dict.fromkeys(bucket, work))
+    return works
 
 
 @torch.no_grad()
@@ -1523,29 +1547,6 @@ def sum_over_ranks(tensor):
     return tensor
 
 
-def start_gradient_sums(optimizers):
-    """Collective: start to sum all gradients over the ranks, in place; sparse ones become dense.
-
-    Return {parameter: work}, empty for a single process. After work.wait(), a gradient is the sum.
-    There is one all-reduce per shape. The largest matrices, with which Muon begins, come first.
-    """
-    works = {}
-    if get_world_size() == 1:
-        return works
-    for optimizer in optimizers:
-        params = [p for p in params_of(optimizer) if p.grad is not None]
-        params.sort(key=lambda p: (p.numel(), p.shape), reverse=True)
-        for _, same_shape in itertools.groupby(params, lambda p: (p.shape, p.dtype)):
-            bucket = list(same_shape)
-            # PyTorch has no public function that sums several tensors without copying them.
-            with _coalescing_manager(async_ops=True) as work:
-                for p in bucket:
-                    p.grad = p.grad.to_dense()
-                    dist.all_reduce(p.grad)
-            works.update(dict.fromkeys(bucket, work))
-    return works
-
-
 def from_rank_0(value):
     """Collective: return the value that rank 0 passes."""
     values = [value]
@@ -1798,6 +1799,8 @@ def checkpoints_in(folder):
 
 def read_pt(path):
     """Return the dict in a file that save() wrote."""
+    if not os.path.isfile(path):
+        raise UserError(f"{path} is not a file")
     try:
         with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file, which has checksums
             damaged_part = archive.testzip()

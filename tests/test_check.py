@@ -58,7 +58,7 @@ FAULTS = [  # settings, a replaced function, the sentence
     ({"val_files": "bad_*.bin"}, {}, "bad_0.bin holds token 64"),
     ({}, {"check.file_sha256": str}, "train_1.bin has an unexpected sha256"),
     ({"n_embd": 2**16}, {}, "103,.* parameters need more memory than this machine"),
-    ({"init": "nowhere.pt"}, {}, "nowhere.pt is damaged or not from train_gpt2.py"),
+    ({"init": "nowhere.pt"}, {}, "nowhere.pt is not a file"),
     ({"run_id": "finished"}, {}, "finished exists"),
     ({"keep_checkpoints": 10**9, "save_every": 1}, {}, "pass another --log_dir or --keep"),
     (
