@@ -106,7 +106,7 @@ class Hyperparameters:
     ngram_learning_rate: float = training(0.03, "... of the n-gram table", modern=True)
     muon_learning_rate: float = training(0.00036, "... of the matrices of the blocks")
     muon_momentum: float = training(0.95, "momentum of Muon")
-    muon_warmup_fraction: float = training(0.0, "part of the run in which it grows from 0.85")
+    muon_warmup_fraction: float = training(0.0, "part of the run in which momentum warms up")
     warmdown_fraction: float = training(1450 / 5100, "final part, with a linear decay of the rates")
     final_lr: float = training(0.0, "learning rates after the decay, relative to those before it")
     ngram_dropout: float = training(0.0, "probability of dropping an n-gram", modern=True)
@@ -203,7 +203,7 @@ class Rotary(nn.Module):
     """Rotary position embedding: rotates the channels (i, i + D/2) by position * frequencies[i].
 
     frequencies: (D/2,), in radians per position; pairs with frequency 0 are not rotated. Source:
-    https://arxiv.org/abs/2104.09864. The paper rotates in the other direction: equivalent.
+    https://arxiv.org/abs/2104.09864. The paper rotates the other way, which is equivalent.
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -303,9 +303,9 @@ class GPT(nn.Module):
 
 
 def loss_or_logits(x, weight, targets=None, softcap=0.0):
-    """Return the mean cross-entropy of targets, (B, T), or without targets the logits, (B, T, V).
+    """Return the mean cross-entropy, or the logits, (B, T, V), if targets is None.
 
-    x: (B, T, C). weight: (V, C), of the output head. softcap: see compute_logits.
+    x: (B, T, C). weight: (V, C), of the output head. targets: (B, T). softcap: see compute_logits.
     """
     if targets is None:
         return compute_logits(x, weight.type_as(x), softcap)
@@ -345,7 +345,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
         # Small chunks are slow, so each has at least 512 * 50304 logits.
-        max_chunks = 2 if x.is_cuda else 8  # measured on CPUs, and a guess for GPUs
+        max_chunks = 2 if x.is_cuda else 8  # tuned on CPUs; a guess for GPUs
         chunks = min(max_chunks, max(1, len(x) * len(weight) // (512 * 50304)))
         pairs = list(zip(x.chunk(chunks), targets.chunk(chunks)))
         if not needs_grad:
@@ -371,7 +371,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 # ---- Modern model: what records 8 to 21 added to record 7; n-grams and key shift are our own -----
 BLOCK = 128  # tokens; attention windows are made of blocks of this size
-ATTENTION_SCALE = 0.12  # of the scores q k; record 21 uses it in place of 1 / sqrt(D)
+ATTENTION_SCALE = 0.12  # scale of q k^T; record 21 has it in place of 1 / sqrt(D)
 LOGIT_SOFTCAP = 15.0
 
 
@@ -439,7 +439,7 @@ def attention_mask(documents, window_blocks):
     if device.type == "cpu" or T % BLOCK != 0:
         sequence = torch.arange(B, device=device)[:, None, None]
         position = torch.arange(T, device=device)
-        return visible(sequence, 0, position[:, None], position)[:, None]  # from (B, T, T)
+        return visible(sequence, 0, position[:, None], position)[:, None]  # (B, 1, T, T)
     block = torch.arange(T // BLOCK, device=device)
     distance = block[:, None] - block  # (queries, keys), in blocks
     # Documents ascend, so a block shares a document with an earlier block if and only if its first
@@ -490,7 +490,7 @@ class NgramTable(nn.Module):
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
-            hashes = hashes * 1000003 + earlier + 1  # wraps around; + 1: zeros count, too
+            hashes = hashes * 1000003 + earlier + 1  # int64 wraps around
             ngrams.append(hashes)
         ngrams = torch.stack(ngrams, dim=-1)  # (B, T, max_ngram - 1)
         scale = None
@@ -519,7 +519,7 @@ class NgramTable(nn.Module):
 
 
 class ModernGPT(nn.Module):
-    """A GPT with what records 8 to 21 added: other embeddings, skips, masks, and an untied head.
+    """A GPT with the additions of records 8 to 21: embeddings, skips, masks, an untied head.
 
     Every layer mixes the embedding, x0, into its input. Each layer in the second half also adds the
     output of its mirror image in the first half, so the last layer adds the output of the first.
@@ -551,7 +551,7 @@ class ModernGPT(nn.Module):
         ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs)
         x0 = (norm(self.wte(inputs)) + ngrams).to(self.dtype)  # (B, T, C)
         layers = len(self.h)
-        tables = [table(inputs).to(self.dtype) for table in self.value_tables]
+        tables = [table(inputs) for table in self.value_tables]
         values = tables + [None] * (layers - 2 * len(tables)) + tables
         long = short = None
         if self.has_window:
@@ -599,10 +599,11 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     addmm = torch.addmm if G.ndim == 2 else torch.baddbmm  # addmm(C, A, B) = beta C + alpha A B
     tall = G.size(-2) > G.size(-1)
     X = G.mT.float() if tall else G.float()  # (m, n) with m <= n, or a stack
-    # The largest entry is factored out of the norm, because squares overflow float32 above 1e19.
-    largest = X.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=1e-30)
-    frobenius_norm = largest * torch.linalg.vector_norm(X / largest, dim=(-2, -1), keepdim=True)
-    X = (X / (frobenius_norm + 1e-7)).to(dtype)
+    # X / (norm + 1e-7), after dividing by the largest entry: squares overflow float32 above 1e19.
+    largest = torch.linalg.vector_norm(X, torch.inf, (-2, -1), keepdim=True).clamp(min=1e-30)
+    X = X / largest
+    norm = torch.linalg.vector_norm(X, 2, (-2, -1), keepdim=True)
+    X = (X / (norm + 1e-7 / largest)).to(dtype)
     m, n = X.shape[-2:]
     if n < 2 * m:
         for _ in range(5):
@@ -631,11 +632,12 @@ class Muon(torch.optim.Optimizer):
     which alone keeps its momentum and computes its update. All ranks apply the update. Small
     matrices of the same shape are processed together (see stacks_of).
 
-    params: parameters with at least two dimensions; shape (M, ...) is flattened to (M, N). Each
-    must have a gradient on all ranks or on none, summed or averaged over the ranks (see step). lr:
-    RMS change of an entry per step. rank, world_size: place of this process in process_group, whose
-    default is that of PyTorch. dtype: of the matmuls; float16 is more precise than bfloat16, but
-    slow on CPUs. Raises ValueError if a parameter or a value is invalid.
+    params: with at least two dimensions; shape (M, ...) is flattened to (M, N). A parameter needs a
+      gradient on all ranks or on none. Gradients must be summed or averaged over the ranks.
+    lr: RMS change of an entry per step.
+    rank, world_size: of this process in process_group; None is PyTorch's default group.
+    dtype: of the matmuls; float16 is more precise than bfloat16, but slow on CPUs.
+    Raises ValueError if a parameter or a value is invalid.
 
     Updates are scaled by sqrt(max(M, N)). To convert from torch.optim.Muon, with one param group
     for each number of columns N if adjust_lr_fn is "original":
@@ -1002,8 +1004,8 @@ def gpt2_optimizers(model, args, muon_options):
 def modern_optimizers(model, args, muon_options):
     """Return the optimizers of the modern model: record 21's, and Adagrad for the n-gram table."""
     # Record 21 scales the update of an (M, N) matrix by sqrt(max(1, M / N)), and Muon here by
-    # sqrt(max(M, N)). So the corresponding learning rate is proportional to 1 / sqrt(N): for
-    # mlp.c_proj, with N = 4C, it is half of muon_learning_rate.
+    # sqrt(max(M, N)). So muon_learning_rate is for N = C, and other matrices get sqrt(C / N) of it:
+    # half for mlp.c_proj, with N = 4C.
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
     muon_groups = []
     for columns in sorted({p.size(1) for p in matrices}):
@@ -1037,7 +1039,7 @@ def micro_batches(inputs, targets, size):
 
 
 def train_step(run, inputs, targets):
-    """Collective: do one optimizer step. Return [mean loss, ranks that must stop], on the device.
+    """Collective: do one optimizer step. Return a tensor: mean loss, number of stopping ranks.
 
     inputs, targets: (B, T) int64, this rank's part of the batch, which is split into micro-batches
     of at most device_batch_size sequences. On a GPU, this only launches work: nothing here waits
@@ -1156,7 +1158,7 @@ def read_reports(run, reports, leave=0):
         loss, ranks_that_must_stop = report.tolist()
         run.stopped |= ranks_that_must_stop > 0
         run.log.train_loss(step, loss)
-        # A non-finite gradient of a finite loss is not noticed here, but in the next loss.
+        # If only a gradient is not finite, the next loss shows it.
         if not math.isfinite(loss):
             raise UserError(f"train_loss is {loss} at step {step}: lower the learning rates")
 
@@ -1331,9 +1333,9 @@ def build_parser():
     groups = dict(
         architecture=parser.add_argument_group("architecture, fixed in --resume and --init"),
         training=parser.add_argument_group("training, fixed in --resume"),
+        growing=parser.add_argument_group("training, may be larger in --resume"),
         free=parser.add_argument_group("files and machine, which a resumed run may change"),
     )
-    groups["growing"] = groups["training"]
     for field in dataclasses.fields(Hyperparameters):
         help = field.metadata.get("help", "").replace("%", "%%")
         groups[field.metadata.get("role", "training")].add_argument(
@@ -1351,7 +1353,7 @@ def read_manifest(files):
     """Return the manifest beside the shards: their vocab_size and encoding, or {} if unknown."""
     path = Path(files).parent / "manifest.json"
     if (path.parent / ".pack").exists():  # exists while data/pack.py replaces shards
-        raise UserError(f"{path.parent} is being packed, or that was interrupted: pack it again")
+        raise UserError(f"{path.parent} is being packed, or packing was interrupted: pack it again")
     if not path.is_file():
         return {}
     try:
@@ -1368,8 +1370,8 @@ def digest(value):
 def open_data(args, device):
     """Return (train_loader, validation, val_tokens, facts).
 
-    validation: this rank's sequences, (sequences, T + 1) uint16. val_tokens: of all ranks. facts:
-    what identifies the data, regardless of where the files are.
+    validation: this rank's sequences, (sequences, T + 1) uint16. val_tokens: total over all ranks.
+    facts: what identifies the data, regardless of where the files are.
     """
     batch_size, T, world_size = args.batch_size, args.sequence_length, get_world_size()
     if batch_size % world_size:
@@ -1434,11 +1436,11 @@ def choose_dtype(args, device):
 
 def configure_backend(args, device):
     """Set PyTorch's global options for this device."""
-    torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad warns unless this is set
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default; if unset, Adagrad warns
     if device.type == "cuda":
         return
-    # The first multithreaded call of each of these functions can return wrong values, so they are
-    # first called on one element (https://github.com/pytorch/pytorch/issues/188792).
+    # The first call of each of these functions can return wrong values if it is multithreaded, so
+    # it is made on one element (https://github.com/pytorch/pytorch/issues/188792).
     for function in torch.cos, torch.sin, torch.sqrt:
         function(torch.ones(1))
     # Despite their names, these two options also affect CPUs. Short sequences train faster without
@@ -1571,7 +1573,7 @@ def check_weights_agree(model):
 
 
 class StopRequest:
-    """Whether this process wants to stop the run, because of a signal."""
+    """Records whether a signal has asked this process to stop the run."""
 
     def __init__(self):
         self.requested = False
@@ -1607,14 +1609,13 @@ class Log:
         self.path = Path(args.log_dir, f"{args.run_id}.txt")
         self.args = args
         self.file = None  # claim_folder opens it
-        self.write_failed = False
         self.bar = None  # the progress bar
         self.seconds = Counter()  # spent in each phase
         self.phase = "setup"
         self.phase_start = START
 
     def __call__(self, line, show=True):
-        """Log a line and, if show, print it on the terminal. Training goes on if that fails."""
+        """Log a line and, if show, print it on the terminal. A failure does not stop training."""
         if get_rank() != 0:
             return
         if show:
@@ -1627,9 +1628,8 @@ class Log:
             try:
                 self.file.write(f"{line}\n".encode(errors="backslashreplace"))
             except OSError as error:
-                if not self.write_failed:
-                    print(f"warning: lines of {self.path} are lost ({error.strerror})")
-                self.write_failed = True
+                print(f"warning: the log ends here: {self.path}: {error.strerror}")
+                self.file = None
 
     def progress(self, step, result, more="", show=True):
         """Log a result after `step` steps, with the training time so far."""
@@ -1784,7 +1784,7 @@ def save_checkpoint(run):
     if not save(run, path.name, optimizers=states, best_loss=run.best_loss, train_seconds=seconds):
         return None
     if get_rank() == 0:
-        # Later checkpoints are damaged, and were skipped on resume.
+        # Checkpoints with a higher step do not count: they are damaged, and were skipped on resume.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
             with contextlib.suppress(OSError):
@@ -1826,7 +1826,7 @@ def claim_folder(run):
     """
     args, folder, lock_path = run.args, run.folder, run.folder / "run.lock"
     if not lock_path.exists() and (any(folder.glob("*")) or run.log.path.exists()):
-        raise UserError(f"{folder} or {run.log.path} is not of a run: pass another --run_id")
+        raise UserError(f"{folder} was not created by a run of this script: pass another --run_id")
     if args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
     folder.mkdir(parents=True, exist_ok=True)
@@ -1888,7 +1888,7 @@ def restore(run, path):
 
 
 def check_same(facts, saved, path, growing=()):
-    """Raise UserError unless a file was saved with these facts; None is an unknown fact.
+    """Raise UserError unless a file was saved with these facts. None is unknown and fits all.
 
     growing: names of facts that may be larger than in the file.
     """
@@ -1915,7 +1915,7 @@ def describe_failure(error):
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     if out_of_memory or "DefaultCPUAllocator" in str(error):
         return "out of memory: pass a --device_batch_size below the micro_batch in the log"
-    # gloo has none for a lost connection.
+    # gloo raises a plain RuntimeError when a connection is lost.
     is_lost = isinstance(error, RuntimeError) and re.search("gloo|pair closure", str(error))
     if dist.is_initialized() and is_lost:
         return "lost the connection to another rank; see its message or torchrun's summary"

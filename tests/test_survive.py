@@ -343,7 +343,7 @@ def test_a_failed_write_ends_its_phase_and_warns_once(tiny, capsys):
     log.file.write.side_effect = full
     log("one")
     log("two")
-    warning = f"warning: lines of {log.path} are lost (No space left on device)"
+    warning = f"warning: the log ends here: {log.path}: No space left on device"
     assert capsys.readouterr().out == f"one\n{warning}\ntwo\n"
 
 
@@ -425,7 +425,7 @@ HALF = {"resume": "logs/half/state_step0000000003.pt", "save_every": 1, "keep_ch
 AUTO = {"resume": "auto", "run_id": "half"}
 FIRST = {"resume": "auto", "run_id": "first"}
 INIT = {"init": "logs/first/model.pt", "run_id": "second"}
-FOREIGN = "is not of a run: pass another --run_id"
+FOREIGN = "was not created by a run of this script: pass another --run_id"
 REFUSALS = [
     (
         {**HALF, "learning_rate": 0.02, "num_iterations": 5},
