@@ -598,12 +598,12 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     a, b, c = 3.4445, -4.7750, 2.0315
     addmm = torch.addmm if G.ndim == 2 else torch.baddbmm  # addmm(C, A, B) = beta C + alpha A B
     tall = G.size(-2) > G.size(-1)
-    X = G.mT.float() if tall else G.float()  # (m, n) with m <= n, or a stack
-    # X / (norm + 1e-7), after dividing by the largest entry: squares overflow float32 above 1e19.
-    largest = torch.linalg.vector_norm(X, torch.inf, (-2, -1), keepdim=True).clamp(min=1e-30)
-    X = X / largest
-    norm = torch.linalg.vector_norm(X, 2, (-2, -1), keepdim=True)
-    X = (X / (norm + 1e-7 / largest)).to(dtype)
+    # Squares of 1e30 overflow float32, and MPS has no float64. Norms of rows first: this is faster.
+    norm_dtype = torch.float32 if G.is_mps else torch.float64
+    row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=norm_dtype)
+    norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
+    X = (G.float() / (norm + 1e-7).float()).to(dtype)
+    X = X.mT if tall else X  # (m, n) with m <= n, or a stack
     m, n = X.shape[-2:]
     if n < 2 * m:
         for _ in range(5):
@@ -750,8 +750,10 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             momentum = self.state[p]["momentum_buffer"]
             momentum.lerp_(p.grad, 1 - group["momentum"])  # a moving average of gradients
-            # Nesterov: the direction looks one momentum step ahead.
-            direction.view_as(p).copy_(torch.lerp(p.grad, momentum, group["momentum"]))
+            # Nesterov: look one momentum step ahead. The scale of the direction does not matter, so
+            # lerp(gradient, momentum, mu) is divided by 1 - mu: one operation writes it.
+            weight = group["momentum"] / (1 - group["momentum"])
+            torch.add(p.grad, momentum, alpha=weight, out=direction.view_as(p))
         if len(stack) == 1:
             directions = directions[0]  # a plain matmul is faster than a batched one
         return zeropower_via_newtonschulz5(directions, self.dtype)
