@@ -19,6 +19,7 @@ import argparse
 import bisect
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import glob
@@ -632,8 +633,9 @@ class Muon(torch.optim.Optimizer):
     which alone keeps its momentum and computes its update. All ranks apply the update. Small
     matrices of the same shape are processed together (see stacks_of).
 
-    params: with at least two dimensions; shape (M, ...) is flattened to (M, N). A parameter needs a
-      gradient on all ranks or on none. Gradients must be summed or averaged over the ranks.
+    params: matrices, or convolution kernels (M, ...) with four dimensions, flattened to (M, N). The
+      gradients must be summed or averaged over the ranks. A parameter that has no gradient on the
+      rank that owns it is not updated.
     lr: RMS change of an entry per step.
     rank, world_size: of this process in process_group; None is PyTorch's default group.
     dtype: of the matmuls; float16 is more precise than bfloat16, but slow on CPUs.
@@ -658,8 +660,6 @@ class Muon(torch.optim.Optimizer):
         process_group=None,
         dtype=torch.bfloat16,
     ):
-        if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0):
-            raise ValueError("lr, momentum, weight_decay must be at least 0, and momentum below 1")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be between 0 and world_size - 1 = {world_size - 1}")
         self.rank = rank
@@ -674,9 +674,11 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         """Add a group; assign its stacks of matrices, largest first, to the least loaded ranks."""
         super().add_param_group(param_group)
-        for p in param_group["params"]:
-            if p.ndim < 2:
-                raise ValueError(f"Muon takes matrices, not a parameter of shape {tuple(p.shape)}")
+        try:
+            check_muon_group(param_group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         for stack in stacks_of(param_group["params"]):
             rank = self.loads.index(min(self.loads))
             for p in stack:
@@ -696,10 +698,8 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            # The same stacks as in add_param_group, minus parameters without gradients.
-            stacks = stacks_of(group["params"])
-            stacks = [[p for p in stack if p.grad is not None] for stack in stacks]
-            stacks = [stack for stack in stacks if stack]
+            check_muon_group(group)  # a schedule may have changed it
+            stacks = stacks_of(group["params"])  # the same as in add_param_group
             # Neighbouring stacks usually belong to different ranks, so the ranks compute a bucket
             # of them in parallel. Its all-reduce runs while they compute the next one.
             buckets = []
@@ -723,11 +723,37 @@ class Muon(torch.optim.Optimizer):
         slots = buffer.split(sizes)  # slots of other ranks stay 0, so the sum over ranks is exact
         for stack, slot in zip(stacks, slots):
             if self.owner[stack[0]] == self.rank:
-                slot.copy_(self.orthogonalized_momenta(stack, group).flatten())
+                self.write_updates(stack, slot, group)
         work = None
         if self.world_size > 1:
             work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
         return stacks, slots, work
+
+    def write_updates(self, stack, slot, group):
+        """Update the momenta of a stack, and write its orthogonalized directions into its slot.
+
+        The updates of parameters without gradients stay 0.
+        """
+        pairs = list(zip(stack, slot.chunk(len(stack))))
+        pairs = [(p, update) for p, update in pairs if p.grad is not None]
+        if not pairs:
+            return
+        M, N = stack[0].flatten(1).shape
+        directions = torch.empty(len(pairs), M, N, dtype=self.dtype, device=slot.device)
+        for (p, _), direction in zip(pairs, directions):
+            if p not in self.state:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momentum, mu = self.state[p]["momentum_buffer"], group["momentum"]
+            momentum.lerp_(p.grad, 1 - mu)  # a moving average of gradients
+            # Nesterov: look one momentum step ahead. The scale of the direction does not matter, so
+            # lerp(gradient, momentum, mu) is divided by mu: one operation writes it.
+            weight = (1 - mu) / mu if mu else 0.0
+            torch.add(momentum, p.grad, alpha=weight, out=direction.view_as(p))
+        if len(pairs) == 1:
+            directions = directions[0]  # a plain matmul is faster than a batched one
+        results = zeropower_via_newtonschulz5(directions, self.dtype)
+        for (_, update), result in zip(pairs, results.reshape(len(pairs), M * N)):
+            update.copy_(result)
 
     def finish_updates(self, bucket, group):
         """Wait for what start_updates returned and apply it to the parameters."""
@@ -737,36 +763,30 @@ class Muon(torch.optim.Optimizer):
         for stack, slot in zip(stacks, slots):
             for p, update in zip(stack, slot.chunk(len(stack))):
                 if group["weight_decay"]:
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    has_gradient = update.any()  # on its owner
+                    p.mul_(1 - group["lr"] * group["weight_decay"] * has_gradient)
                 scale = max(p.flatten(1).shape) ** 0.5  # gives the update an RMS of 1
                 p.add_(update.view_as(p), alpha=-group["lr"] * scale)
 
-    def orthogonalized_momenta(self, stack, group):
-        """Update the momenta of a stack; return orthogonalized directions, (K, M, N) or (M, N)."""
-        M, N = stack[0].flatten(1).shape
-        directions = torch.empty(len(stack), M, N, dtype=self.dtype, device=stack[0].device)
-        for p, direction in zip(stack, directions):
-            if p not in self.state:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            momentum = self.state[p]["momentum_buffer"]
-            momentum.lerp_(p.grad, 1 - group["momentum"])  # a moving average of gradients
-            # Nesterov: look one momentum step ahead. The scale of the direction does not matter, so
-            # lerp(gradient, momentum, mu) is divided by 1 - mu: one operation writes it.
-            weight = group["momentum"] / (1 - group["momentum"])
-            torch.add(p.grad, momentum, alpha=weight, out=direction.view_as(p))
-        if len(stack) == 1:
-            directions = directions[0]  # a plain matmul is faster than a batched one
-        return zeropower_via_newtonschulz5(directions, self.dtype)
-
     def load_state_dict(self, state_dict):
-        """Load this rank's state_dict, or this rank's part of a full one."""
+        """Load this rank's state_dict, or this rank's part of a full one.
+
+        Raises ValueError if it belongs to another optimizer, such as torch.optim.Muon.
+        """
+        options = set().union(*state_dict["param_groups"])
+        known = {"params", "param_names", "initial_lr"}.union(*self.param_groups)
+        if not self.defaults.keys() <= options <= known:
+            raise ValueError(f"the state of another optimizer, with the options {sorted(options)}")
         super().load_state_dict(state_dict)
         for p, owner in self.owner.items():
             if owner != self.rank:
                 self.state.pop(p, None)
 
     def full_state_dict(self):
-        """Collective: return state_dict() with the momenta of all ranks."""
+        """Collective: return state_dict() with the momenta of all ranks, for a checkpoint.
+
+        The other ranks' states are not in state_dict(), so torch.distributed.checkpoint needs this.
+        """
         full = self.state_dict()
         for i, p in enumerate(params_of(self)):
             momentum = torch.zeros_like(p)
@@ -782,6 +802,18 @@ class Muon(torch.optim.Optimizer):
         """Return what pickle and copy.deepcopy need, including the attributes of this class."""
         own = ("rank", "world_size", "process_group", "dtype", "owner", "loads")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+
+def check_muon_group(group):
+    """Raise ValueError unless Muon can treat the parameters and the options of a group."""
+    for p in group["params"]:
+        if p.ndim not in (2, 4):
+            fix = "give each matrix of a stack as its own parameter, and the rest to AdamW"
+            raise ValueError(
+                f"Muon takes matrices, not parameters of shape {tuple(p.shape)}: {fix}"
+            )
+    if not (group["lr"] >= 0 and 0 <= group["momentum"] < 1 and group["weight_decay"] >= 0):
+        raise ValueError("lr, momentum, weight_decay must be at least 0, and momentum below 1")
 
 
 def matrix_cost(p):
@@ -826,12 +858,13 @@ HEADER_BYTES = 1024
 def shard_size(path):
     """Return the number of tokens in a shard. Raises UserError unless it is a complete shard."""
     if not os.path.isfile(path):  # a named pipe, for example, would block
-        raise UserError(f"{path} is not a file: download or pack the data again")
+        raise UserError(f"{path} is not a file: give a pattern such as {path}/train_*.bin")
     header = np.fromfile(path, "<i4", HEADER_BYTES // 4).tolist()
     tokens, odd_bytes = divmod(os.path.getsize(path) - HEADER_BYTES, 2)
     expected = [20240520, 1, tokens] + [0] * (HEADER_BYTES // 4 - 3)
     if tokens <= 0 or odd_bytes or header != expected:
-        raise UserError(f"{path} is not a complete shard of tokens: download or pack it again")
+        fix = "download or pack it again, or convert tokens with write_shard of data/shards.py"
+        raise UserError(f"{path} is not a complete shard of tokens with our header: {fix}")
     return tokens
 
 
@@ -850,7 +883,10 @@ class TokenStream:
 
     def __init__(self, pattern, vocab_size):
         self.vocab_size = vocab_size
-        self.paths = sorted(glob.glob(pattern))
+        folder, name = os.path.split(pattern)
+        if os.path.isdir(folder):  # its name may contain the special characters of patterns
+            folder = glob.escape(folder)
+        self.paths = sorted(glob.glob(os.path.join(folder, name)))
         if not self.paths:
             raise UserError(f"no file matches {pattern!r}: run data/fineweb.py or data/pack.py")
         self.sizes = [shard_size(path) for path in self.paths]
@@ -1221,15 +1257,15 @@ def main(args, stop=None):
     had already finished.
     """
     run = set_up(args, stop or StopRequest())
-    checkpoint = claim_folder(run) if get_rank() == 0 else None
-    checkpoint = from_rank_0(checkpoint)
-    if checkpoint is None:
+    start = claim_folder(run) if get_rank() == 0 else None
+    start = from_rank_0(start)
+    if start is None:
         run.log(f"{run.folder} holds the result of this run; nothing to do")
         leave_ranks()
         return None
-    origin = restore(run, checkpoint)
+    start_line = restore(run, **start)
     log_header(run)
-    run.log(origin)
+    run.log(start_line)
     if args.compile:
         run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
         with run.log.timed("compile"):
@@ -1433,6 +1469,8 @@ def choose_dtype(args, device):
     else:
         has_mkldnn = torch.backends.mkldnn.is_available()
         has_bf16 = has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if torch.__version__.startswith("2.5.") and args.compile:
+            has_bf16 = False  # its compiler fails on bfloat16 (fmadd of VectorizedN)
     return "bfloat16" if has_bf16 else "float32"
 
 
@@ -1464,14 +1502,21 @@ def configure_backend(args, device):
 
 def compile_model(run):
     """Compile the model by running one validation and one training pass on a micro-batch."""
+    from torch._dynamo.exc import BackendCompilerFailed  # slow to import
+
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
     targets = torch.zeros_like(inputs)  # passing the same tensor twice compiles another graph
-    with torch.no_grad():
-        run.model(inputs, targets)
-    loss = run.model(inputs, targets)
-    loss.backward()
+    try:
+        with torch.no_grad():
+            run.model(inputs, targets)
+        loss = run.model(inputs, targets)
+        loss.backward()
+    except BackendCompilerFailed as error:
+        cause = " ".join(str(error).split())
+        fix = "install g++ and the headers of Python, or pass --compile=False"
+        raise UserError(f"the model cannot be compiled ({cause:.200}): {fix}") from None
     run.model.zero_grad()
     loss.item()  # waits for the device
 
@@ -1530,8 +1575,11 @@ def join_ranks(args):
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         where = dict(store=store, rank=rank, world_size=world_size)
         dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
-    elif os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "RANK" not in os.environ:
-        raise UserError("srun started several tasks, but RANK is not set: see the README")
+    if "RANK" not in os.environ:
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+            if os.environ.get(name, "1") != "1":
+                fix = "use torchrun, or set the variables as in the README's Slurm file"
+                raise UserError(f"{name}={os.environ[name]}, but RANK is not set: {fix}")
     return device
 
 
@@ -1582,8 +1630,9 @@ class StopRequest:
         self.signal_time = None  # when the first signal arrived
 
     def catch_signals(self):
-        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP unless ignored already, e.g. by nohup."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        """Handle the signals of users and batch systems, unless ignored already, e.g. by nohup."""
+        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
+            number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
 
@@ -1591,7 +1640,8 @@ class StopRequest:
         """Request a stop. A second signal, at least a second later, ends the process at once."""
         if not self.requested:
             self.requested, self.signal_time = True, time.monotonic()
-            if os.environ.get("RANK", "0") == "0":
+            # If stderr was closed from the start, another file may have its descriptor.
+            if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
                 with contextlib.suppress(OSError):  # the terminal may be closed
                     os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
         # Ctrl-C may arrive twice within a second: from the terminal, and from torchrun or run.sh.
@@ -1729,7 +1779,7 @@ def save_and_stop(run):
     path = save_checkpoint(run)
     if path is None:
         raise UserError(f"stopped after step {run.step} without a checkpoint: free disk space")
-    run_id = run.args.run_id
+    run_id = run.folder.name
     run.log(f"saved {path}; to continue, add --run_id={run_id} --resume=auto to the command")
     run.log(f"stopped by a signal after step {run.step}")
 
@@ -1757,7 +1807,11 @@ def save(run, name, **more):
         return True
     lock_path = run.folder / "run.lock"
     if not (lock_path.exists() and os.path.samefile(lock_path, run.lock.fileno())):
-        raise UserError(f"{run.folder} was deleted or replaced while the run was using it")
+        lost, run.folder = run.folder, Path(f"{run.folder}-{os.urandom(3).hex()}")
+        run.log.path = Path(f"{run.folder}.txt")
+        claim_folder(run)
+        run.log(f"warning: {lost} was deleted or replaced; the run continues in {run.folder}")
+        partial, path = run.folder / "partial", run.folder / name
     try:
         with run.log.timed("checkpoint"), open(partial, "wb") as file:
             torch.save(state, file)
@@ -1810,9 +1864,11 @@ def read_pt(path):
             raise ValueError(f"{damaged_part} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
         version = state["format"]
-    except (OSError, MemoryError):
+    except MemoryError:
         raise  # the file may be undamaged
     except Exception as error:  # both modules raise many types of exceptions
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise  # EINVAL means that a damaged file points outside itself
         raise UserError(f"{path} is damaged or not from train_gpt2.py ({error!r:.200})") from None
     if version != FORMAT:
         fix = "use the version of train_gpt2.py that wrote it"
@@ -1823,8 +1879,8 @@ def read_pt(path):
 def claim_folder(run):
     """Make this process the only one that writes the run's files, and open its log. Rank 0 only.
 
-    Return the path of the checkpoint to start from, "" to start without one, or None if the run has
-    already finished. The file run.lock marks the folder of a run.
+    Return a dict of the paths to start from: resume, a checkpoint, and init, weights; both may be
+    empty. Return None if the run has already finished. The file run.lock marks the folder of a run.
     """
     args, folder, lock_path = run.args, run.folder, run.folder / "run.lock"
     if not lock_path.exists() and (any(folder.glob("*")) or run.log.path.exists()):
@@ -1840,12 +1896,16 @@ def claim_folder(run):
     except OSError as error:  # some network file systems have no locks
         run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")
     run.log.file = open(run.log.path, "ab", buffering=0)
-    if args.resume != "auto":
+    run.lock.seek(0)
+    origin = json.loads(run.lock.read() or "null")
+    if origin is None or args.init or args.resume != "auto":
         # If the run dies before its first checkpoint, --resume=auto has to know where it started.
+        origin = dict(resume=args.resume.removeprefix("auto"), init=args.init)
         run.lock.truncate(0)
-        run.lock.write(args.resume)
+        json.dump(origin, run.lock)
         run.lock.flush()
-        return args.resume
+    if args.resume != "auto":
+        return origin
     result, checkpoints = folder / "model.pt", checkpoints_in(folder)
     if result.exists():
         check_same(run.facts, read_pt(result)["facts"], result)
@@ -1853,39 +1913,38 @@ def claim_folder(run):
     for path in reversed(checkpoints):
         try:
             read_pt(path)
-            return str(path)
+            return dict(resume=str(path), init="")
         except UserError as error:
             run.log(str(error))
     if checkpoints:
         raise UserError(f"no checkpoint in {folder} is usable: pass another --run_id")
-    run.lock.seek(0)
-    return run.lock.read()
+    return origin
 
 
-def restore(run, path):
-    """Load a checkpoint or, without a path, the weights of --init. Return a line for the log."""
+def restore(run, resume, init):
+    """Load a checkpoint or, if resume is empty, the weights in init. Return a line for the log."""
     args, facts = run.args, run.facts
-    if path:
-        state = read_pt(path)
+    if resume:
+        state = read_pt(resume)
         if "optimizers" not in state:
-            raise UserError(f"{path} holds only weights: start a new run with --init={path}")
-        check_same(facts, state["facts"], path, growing=settings_with_role(args, "growing"))
+            raise UserError(f"{resume} holds only weights: start a new run with --init={resume}")
+        check_same(facts, state["facts"], resume, growing=settings_with_role(args, "growing"))
         run.model.load_state_dict(state["model"])
         for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
             # The options in param_groups are those of this script, not of the checkpoint.
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict(dict(state=optimizer_state, param_groups=groups))
         run.step, run.val_loss = state["step"], state["val_loss"]
-        if Path(path).parent == run.folder:  # best.pt is in this folder, too
+        if Path(resume).parent == run.folder:  # best.pt is in this folder, too
             run.best_loss = state["best_loss"]
         run.log.seconds["train"] = state["train_seconds"]
         return f"resume={args.resume}: continuing after step {run.step}"
-    if args.init:
-        state = read_pt(args.init)
+    if init:
+        state = read_pt(init)
         needed = settings_with_role(args, "architecture") | dict(encoding=facts["encoding"])
-        check_same(needed, state["facts"], args.init)
+        check_same(needed, state["facts"], init)
         run.model.load_state_dict(state["model"])
-        return f"starting from the weights in {args.init}"
+        return f"starting from the weights in {init}"
     return "starting from new weights"
 
 

@@ -209,7 +209,7 @@ def test_a_subgroup_of_ranks_gives_the_same_bits(tmp_path):
 
 
 @both_dtypes
-@pytest.mark.parametrize("shape", [(16, 24), (24, 4, 2)])
+@pytest.mark.parametrize("shape", [(16, 24), (24, 4, 2, 1)])
 def test_momentum_is_an_average_with_the_momentum_of_each_step(shape, dtype):
     """A matrix without a gradient keeps its momentum for a step, and others continue."""
     params = make_parameters([shape] * 3)

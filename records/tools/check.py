@@ -131,18 +131,8 @@ def check_start(run):
         start = max(map(str, train_gpt2.checkpoints_in(run.folder)), default="")
     elif any(run.folder.glob("*.pt")):
         raise UserError(f"{run.folder} exists: pass another --run_id, or --resume=auto")
-    train_gpt2.restore(run, start)
+    train_gpt2.restore(run, start, args.init)
     return f"at step {run.step} of {args.num_iterations}"
-
-
-def compile_model(run):
-    """Compile the model; a failure says what to do."""
-    try:
-        train_gpt2.compile_model(run)
-    except Exception as error:
-        cause = str(error).splitlines()[0]
-        fix = "lower --device_batch_size, install g++ and Python.h, or pass --compile=False"
-        raise UserError(f"the model cannot be compiled ({cause}): {fix}") from None
 
 
 def check_time(run):
@@ -161,7 +151,7 @@ def check_time(run):
     if step > 60:
         total = timedelta(seconds=round(step * steps_left))
         return f"about {total} of training: {step:.0f} s per step, judging by one sequence"
-    compiling = timed(compile_model, run) if args.compile else 0.0
+    compiling = timed(train_gpt2.compile_model, run) if args.compile else 0.0
     step, validation = measure(run)
     # With val_loss_every=0, the only validation is the one after the last step.
     validations = 1 + math.ceil(steps_left / (args.val_loss_every or math.inf))
