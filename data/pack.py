@@ -118,7 +118,7 @@ def explain_bytes(content):
     save = "extract it, or save its text in UTF-8, as .jsonl or as .parquet"
     even, odd = content[::2].count(0), content[1::2].count(0)
     name = format_of(content)
-    if not name and 20 * max(even, odd) > len(content) and not min(even, odd):
+    if not name and 4 * max(even, odd) > len(content) and not min(even, odd):
         name = "in UTF-16BE" if even else "in UTF-16LE"
     if name.startswith("in UTF"):
         return f"is {name}: `iconv -f {name[3:]} -t UTF-8 FILE > NEW` converts it"
@@ -139,7 +139,7 @@ def explain_bytes(content):
         return f"{fault} and holds control bytes: {save}"
     # Western languages have short runs of these letters. Windows-1252 lacks five of the bytes.
     if len("".join(invalid)) > 2 * len(invalid) or re.search(rb"[\x81\x8d\x8f\x90\x9d]", content):
-        return f"{fault}: find out its ENCODING, and `iconv -f ENCODING -t UTF-8 FILE > NEW`"
+        return f"{fault}: convert it by `iconv -f ENCODING -t UTF-8 FILE > NEW` with its ENCODING"
     encoding = "WINDOWS-1252" if re.search(rb"[\x80-\x9f]", content) else "LATIN1"
     return f"{fault}: if it is in {encoding}, `iconv -f {encoding} -t UTF-8 FILE > NEW` converts it"
 
@@ -281,7 +281,10 @@ def read_documents(file, path, text_field="text", split_at=None):
                 fault = fault_of(text, text_field)
                 if not fault and ending in TO_LINES:
                     command = f'`python3 -c "{TO_LINES[ending]}" < FILE > NEW.jsonl`'
-                    fault = f"is {ending}, whose syntax is not text: {command} writes rows as lines"
+                    fault = (
+                        f"is {ending}, whose syntax is not text: {command} writes a line per row; "
+                        "if each line is a JSON object already, rename it to .jsonl"
+                    )
                 if fault:
                     yield Document(place, "", file, fault.replace("FILE", source))
                 elif split_at is None:

@@ -67,7 +67,7 @@ def read_shards(pattern, args, encoding, count=None):
     found = train_gpt2.read_manifest(shard).get("encoding", encoding.name)
     if found != encoding.name:
         raise UserError(
-            f"{pattern!r} has the encoding {found}, and the model {encoding.name}: give a text, or "
+            f"{shard!r} has the encoding {found}, and the model {encoding.name}: give a text, or "
             "shards of that encoding"
         )
     stream = TokenStream(pattern, args.vocab_size)
