@@ -21,6 +21,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parent))  # absent if PYTHONSAFEPATH is set
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from shards import file_sha256, shard_size
 

@@ -2,15 +2,17 @@
 
     python data/pack.py INPUT... --out DIR [--encoding bytes] [--val_fraction 0.1]
 
-An INPUT is a file or a folder, which is read recursively without following links to folders. A
-.jsonl file holds one document per line and a .parquet file one per row (it needs pyarrow), both in
-the field --text_field. Any other file is one document in UTF-8. Files may end in .gz or .xz.
+An INPUT is a file or a folder, which is read recursively without following links to folders. Hidden
+files and folders, and the logs and weights of runs, are left out unless they are named. A .jsonl
+file holds one document per line and a .parquet file one per row (it needs pyarrow), both in the
+field --text_field. Any other file is one document in UTF-8. Files may end in .gz or .xz.
 
 Documents keep the order of the inputs; the files of a folder are sorted by relative path. Each
-document starts with the end-of-text token. A document is held out for validation if the hash of its
-name is below --val_fraction. The name is a file's relative path, or the text of a line or row, so
-added documents do not move others between the splits. If there are ten documents or fewer, or if
-the hash would leave a split empty, the end of the whole text is held out instead.
+document starts with the end-of-text token. With --split_at TEXT, documents are split wherever TEXT
+occurs, without TEXT and the blank space around it. A document is held out for validation if the
+hash of its name is below --val_fraction. The name is a file's relative path, or the text of a line,
+row or part, so added documents do not move others between the splits. If there are ten documents or
+fewer, or if the hash would leave a split empty, the end of the whole text is held out instead.
 
 The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json, which `python
 data/shards.py DIR` verifies. The shards of an earlier pack are replaced after all text has been
@@ -29,6 +31,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -36,14 +39,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import tiktoken
-from shards import read_manifest, write_shard
-from tqdm import tqdm
+sys.path.append(str(Path(__file__).resolve().parent))  # absent if PYTHONSAFEPATH is set
+try:
+    import numpy as np
+    import tiktoken
+    from shards import SHARD_MAGIC, read_manifest, write_shard
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    fix = f"{sys.executable} -m pip install {error.name}"
+    sys.exit(f"data/pack.py: {error.name} is not installed: {fix}")
 
 FEW = 10  # with this many documents or fewer, the end of the text is held out, not whole documents
 SHARD_TOKENS = 100_000_000
 BATCH = 2**20  # characters of text per thread-pool task
+END_OF_TEXT = "<|endoftext|>"  # in a text, it is not the end-of-text token
+LOG_TITLE = b"Log of train_gpt2.py"  # the start of every log of a run
 
 
 # ---- Encodings -----------------------------------------------------------------------------------
@@ -54,7 +64,7 @@ def get_encoding(name):
             name,
             pat_str=r"[\s\S]{1,64}",  # affects only speed, as no bytes are merged
             mergeable_ranks={bytes([value]): value for value in range(256)},
-            special_tokens={"<|endoftext|>": 256},
+            special_tokens={END_OF_TEXT: 256},
         )
     if name not in tiktoken.list_encoding_names():
         raise ValueError(f"tiktoken has no encoding {name}: give bytes or gpt2")
@@ -74,6 +84,66 @@ def get_encoding(name):
     return encoding
 
 
+# ---- What is not text ----------------------------------------------------------------------------
+SIGNATURES = {  # name of a format: pattern of the first bytes
+    "a zip archive (or .docx, .npz, .pt)": rb"PK\x03\x04", "a tar archive": rb".{257}ustar",
+    "a 7z archive": rb"7z\xbc\xaf", "a rar archive": rb"Rar!\x1a", "gzip data": rb"\x1f\x8b",
+    "xz data": rb"\xfd7zXZ\0", "zstd data": rb"\x28\xb5\x2f\xfd", "lz4 data": rb"\x04\x22\x4d\x18",
+    "bzip2 data": rb"BZh[1-9](1AY&SY|\x17\x72E8)",
+    "a PDF file": rb"%PDF-", "an RTF file": rb"\{\\rtf", "an old Word file": rb"\xd0\xcf\x11\xe0",
+    "a PNG image": rb"\x89PNG", "a JPEG image": rb"\xff\xd8\xff", "a GIF image": rb"GIF8[79]a",
+    "an MP3 file": rb"ID3[\x02-\x04]", "an ELF program": rb"\x7fELF", "NumPy data": rb"\x93NUMPY",
+    "an SQLite database": rb"SQLite format 3\0", "a Python pickle": rb"\x80[\x02-\x05]",
+    "an HDF5 file": rb"\x89HDF", "an Arrow file": rb"ARROW1|FEA1|\xff{4}.{3}\0",
+    "a parquet file whose name does not end in .parquet": rb"PAR1",
+    "a shard of tokens": re.escape(SHARD_MAGIC.to_bytes(4, "little")),
+    "in UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff", "in UTF-16": rb"\xff\xfe|\xfe\xff",
+}  # fmt: skip
+TO_LINES = {  # ending of a file of rows: a command that writes each as a line of JSON
+    ".json": "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]",
+    ".csv": "import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin)]",
+    ".tsv": "import csv, json, sys; "
+    "[print(json.dumps(r)) for r in csv.DictReader(sys.stdin, dialect='excel-tab')]",
+}
+
+
+def format_of(head):
+    """Return the name of the format in SIGNATURES that a file's first bytes have, or ""."""
+    matches = (name for name in SIGNATURES if re.match(SIGNATURES[name], head, re.DOTALL))
+    return next(matches, "")
+
+
+def explain_bytes(content):
+    """Return why a file is not text in UTF-8, and what to do. FILE stands for the file."""
+    save = "extract it, or save its text in UTF-8, as .jsonl or as .parquet"
+    even, odd = content[::2].count(0), content[1::2].count(0)
+    name = format_of(content)
+    if not name and 4 * max(even, odd) > len(content) and not min(even, odd):
+        name = "in UTF-16BE" if even else "in UTF-16LE"
+    if name.startswith("in UTF"):
+        return f"is {name}: `iconv -f {name[3:]} -t UTF-8 FILE > NEW` converts it"
+    if name:
+        return f"is {name}: {save}"
+    if even + odd:
+        return f"is not text (byte {content.index(0)} is NUL): {save}"
+    text = content.decode(errors="surrogateescape")  # an invalid byte becomes a surrogate
+    start = len(re.match("[^\udc80-\udcff]*", text)[0].encode())
+    invalid = re.findall("[\udc80-\udcff]+", text)
+    if re.fullmatch(rb"[\xc2-\xf4][\x80-\xbf]{0,2}", content[start:]):
+        fix = f"fetch it again, or `head -c {start} FILE > NEW` removes the rest"
+        return f"is probably cut off within the character at byte {start}: {fix}"
+    fault = f"is not in UTF-8 (byte {start} is {content[start]:#x})"
+    if len(re.findall("[^\0-\x7f\udc80-\udcff]", text)) > len(invalid):
+        return f"{fault}, but other characters are: it is damaged, so correct that place"
+    if re.search("[\1-\x08\x0e-\x1a]", text):
+        return f"{fault} and holds control bytes: {save}"
+    # Western languages have short runs of these letters. Windows-1252 lacks five of the bytes.
+    if len("".join(invalid)) > 2 * len(invalid) or re.search(rb"[\x81\x8d\x8f\x90\x9d]", content):
+        return f"{fault}: convert it by `iconv -f ENCODING -t UTF-8 FILE > NEW` with its ENCODING"
+    encoding = "WINDOWS-1252" if re.search(rb"[\x80-\x9f]", content) else "LATIN1"
+    return f"{fault}: if it is in {encoding}, `iconv -f {encoding} -t UTF-8 FILE > NEW` converts it"
+
+
 # ---- Reading: from inputs to documents, in order -------------------------------------------------
 @dataclass
 class Document:
@@ -84,21 +154,37 @@ class Document:
 
 
 def walk(folder, out):
-    """Yield (relative path, path) of the files in a folder, except those in out. Raises OSError."""
+    """Yield (relative path, path) of files and hidden folders, not of out. Raises OSError."""
 
     def fail(error):
         raise error
 
     for root, folders, names in os.walk(folder, onerror=fail):
+        hidden = [name for name in folders if name.startswith(".")]
         folders[:] = [name for name in folders if Path(root, name).resolve() != out.resolve()]
-        for path in (Path(root, name) for name in names):
-            if path.is_file() or not path.exists():  # skips pipes; broken links fail when read
+        folders[:] = [name for name in folders if name not in hidden]
+        for path in (Path(root, name) for name in names + hidden):
+            # skips pipes; broken links fail when read
+            if path.is_file() or path.name in hidden or not path.exists():
                 yield path.relative_to(folder).as_posix(), path
 
 
+def is_left_out(path):
+    """Return whether a file or folder in a folder is hidden, or a log or weights of a run."""
+    if path.name.startswith((".", "events.out.tfevents.")):
+        return True
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        head = file.read(len(LOG_TITLE))
+        return head == LOG_TITLE or (path.suffix == ".pt" and head.startswith(b"PK"))
+    return False
+
+
 def list_files(inputs, pattern, exclude, out):
-    """Return [(name, path)] of all input files, in order. Raises ValueError if there are none."""
-    files = []
+    """Return [(name, path)] of all input files, in order, and the paths that are left out.
+
+    Raises ValueError if there are none.
+    """
+    files, left_out, unknown = [], [], set(exclude)
     for path in map(Path, inputs):
         if not path.exists():
             raise ValueError(f"{path} is neither a file nor a folder: give one that exists")
@@ -108,18 +194,29 @@ def list_files(inputs, pattern, exclude, out):
             raise ValueError(f"--out={out} is an input, too: give another folder")
         if path.is_dir():
             for name, file in sorted(walk(path, out)):
+                unknown.discard(name)
                 if file.match(pattern) and name not in exclude:
-                    files.append((name, file))
+                    if is_left_out(file):
+                        left_out.append(str(file))
+                    else:
+                        files.append((name, file))
         else:
             files.append((path.name, path))
+    if unknown:
+        raise ValueError(f"--exclude {sorted(unknown)}: no such files; give their relative paths")
     if not files:
-        raise ValueError(f"no file matches {pattern!r}: give other inputs or another --pattern")
-    return files
+        left = f", or name one of those left out, {left_out[:3]}" if left_out else ""
+        raise ValueError(f"no file matches {pattern!r}: give other inputs or --pattern{left}")
+    return files, left_out
 
 
 def read_text(file, text_field):
-    """Yield (1, text) of a file that is one document."""
-    yield 1, file.read().decode()
+    """Yield (1, text) of a file that is one document; bytes if it is not text."""
+    content = file.read()
+    try:
+        yield 1, content if 0 in content else content.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        yield 1, content
 
 
 def read_lines(file, text_field):
@@ -138,15 +235,20 @@ def read_rows(file, text_field):
     from pyarrow import parquet
 
     batches = parquet.ParquetFile(file).iter_batches(batch_size=100, columns=[text_field])
-    yield from enumerate((text for batch in batches for text in batch[text_field].to_pylist()), 1)
+    texts = (text for batch in batches for text in batch[text_field].to_pylist())
+    yield from ((i, text if isinstance(text, str) else None) for i, text in enumerate(texts, 1))
 
 
 def fault_of(text, text_field):
     """Return why a text cannot be packed, or an empty string."""
+    if isinstance(text, bytes):
+        return explain_bytes(text)
     if not isinstance(text, str):
-        return f"is not JSON with a string field {text_field!r}"
+        return f"has no string field {text_field!r}, or is not JSON in UTF-8"
     if not text:
         return "is empty"
+    if "\0" in text:
+        return "contains a NUL character"
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -158,25 +260,41 @@ OPEN = {".gz": gzip.open, ".xz": lzma.open}
 READERS = {".jsonl": read_lines, ".ndjson": read_lines, ".parquet": read_rows}
 
 
-def read_documents(file, path, text_field):
+def read_documents(file, path, text_field="text", split_at=None):
     """Yield the Documents of a file. If reading fails midway, the last one has that fault."""
     base, compression = os.path.splitext(file)
-    if compression not in OPEN:
+    compression = compression.lower()
+    source = shlex.quote(str(path))  # for a command in bash
+    if compression in OPEN:
+        source = f"<({'gzip' if compression == '.gz' else 'xz'} -dc {source})"
+    else:
         base, compression = file, ""
-    reader = READERS.get(os.path.splitext(base)[1].lower(), read_text)
+    ending = os.path.splitext(base)[1].lower()
+    reader = READERS.get(ending, read_text)
     line = 0
     try:
         with OPEN.get(compression, open)(path, "rb") as content:
-            for line, text in reader(content, text_field):
+            head = b"" if reader is read_rows else content.peek(300)
+            rows = [(1, head)] if format_of(head) else reader(content, text_field)
+            for line, text in rows:
+                place = f"{file}:{line}"
                 fault = fault_of(text, text_field)
-                name = file if reader is read_text else text
-                yield Document(f"{file}:{line}", "" if fault else text, name, fault)
+                if not fault and ending in TO_LINES:
+                    command = f'`python3 -c "{TO_LINES[ending]}" < FILE > NEW.jsonl`'
+                    fault = (
+                        f"is {ending}, whose syntax is not text: {command} writes a line per row; "
+                        "if each line is a JSON object already, rename it to .jsonl"
+                    )
+                if fault:
+                    yield Document(place, "", file, fault.replace("FILE", source))
+                elif split_at is None:
+                    yield Document(place, text, file if reader is read_text else text, "")
+                else:
+                    for part in filter(None, map(str.strip, text.split(split_at))):
+                        yield Document(place, part, part, "")
     except ImportError:
-        raise ValueError(f"{path} needs a package: pip install pyarrow") from None
-    except UnicodeDecodeError:
-        fix = f"`iconv -f LATIN1 -t UTF-8 {shlex.quote(str(path))} > NEW` converts Latin-1"
-        fault = "is not in UTF-8" if compression else f"is not in UTF-8 ({fix})"
-        yield Document(f"{file}:{line + 1}", "", file, fault)
+        fix = f"{sys.executable} -m pip install pyarrow"
+        raise ValueError(f"{path} needs a package: {fix}") from None
     except Exception as error:  # the disk or a library raised it: the file is damaged or gone
         reason = (str(error) or type(error).__name__).splitlines()[0]
         yield Document(f"{file}:{line + 1}", "", file, f"cannot be read further ({reason})")
@@ -195,13 +313,22 @@ def batches(documents):
     yield batch
 
 
+def tokens_of(document, encoding):
+    """Return the tokens of a document after an end-of-text token; sets its fault on failure."""
+    try:
+        array = encoding.encode_to_numpy(document.text, disallowed_special=())
+    except BaseException as error:  # a panic of tiktoken is no Exception
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        document.fault = f"cannot be tokenized ({reason}): shorten its long runs of blanks"
+        array = np.array([])
+    return np.insert(array.astype(np.uint16), 0, encoding.eot_token)
+
+
 def encode(documents, encoding):
     """Yield (document, tokens) in order. All cores share the work: tiktoken releases the GIL."""
 
     def encode_batch(batch):
-        texts = (document.text for document in batch)
-        arrays = (encoding.encode_to_numpy(text, disallowed_special=()) for text in texts)
-        return [np.insert(array.astype(np.uint16), 0, encoding.eot_token) for array in arrays]
+        return [tokens_of(document, encoding) for document in batch]
 
     remaining = batches(documents)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -213,25 +340,26 @@ def encode(documents, encoding):
 def tokenize(documents, encoding, file, skip_bad):
     """Write the tokens of all documents, one after the other, into a file.
 
-    Returns (number of tokens of each document, hash of each document's name, all faults). Raises
-    ValueError at the first fault unless skip_bad is set.
+    Returns (number of tokens of each document, hash of each document's name, all faults, number of
+    occurrences of END_OF_TEXT). Raises ValueError at the first fault unless skip_bad is set.
     """
-    lengths, name_hashes, faults = array.array("q"), array.array("q"), []
+    lengths, name_hashes, faults, separators = array.array("q"), array.array("q"), [], 0
     progress = tqdm(unit=" tokens", unit_scale=True, disable=None)  # None: only on a terminal
     for document, tokens in encode(documents, encoding):
         if document.fault:
             faults.append(f"{document.place} {document.fault}")
             if skip_bad:
                 continue
-            options = "--text_field, --exclude or --skip_bad"
-            raise ValueError(f"{faults[0]}: correct it, or pass {options} (see --help)")
+            options = "--text_field, --skip_bad, or for a folder --pattern or --exclude"
+            raise ValueError(f"{faults[0]}; correct it, or pass {options} (see --help)")
         digest = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
+        separators += document.text.count(END_OF_TEXT)
         lengths.append(len(tokens))
         name_hashes.append(int.from_bytes(digest[:4], "big"))
         file.write(tokens)
         progress.update(len(tokens))
     progress.close()
-    return np.array(lengths), np.array(name_hashes), faults
+    return np.array(lengths), np.array(name_hashes), faults, separators
 
 
 # ---- Layout: from one file of tokens to shards ---------------------------------------------------
@@ -312,10 +440,16 @@ def publish(staging, out, old):
 def pack(args, staging):
     """Write the shards and manifest.json of all inputs into staging; return the manifest."""
     encoding = get_encoding(args.encoding)
-    files = list_files(args.inputs, args.pattern, args.exclude, args.out)
-    documents = (document for file in files for document in read_documents(*file, args.text_field))
+    files, left_out = list_files(args.inputs, args.pattern, args.exclude, args.out)
+    documents = (
+        document
+        for file in files
+        for document in read_documents(*file, args.text_field, args.split_at)
+    )
     with open(staging / "tokens", "wb") as file:
-        lengths, name_hashes, faults = tokenize(documents, encoding, file, args.skip_bad)
+        lengths, name_hashes, faults, separators = tokenize(
+            documents, encoding, file, args.skip_bad
+        )
     if not len(lengths):
         raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs")
     train, val = choose(lengths, name_hashes, args.val_fraction)
@@ -326,6 +460,8 @@ def pack(args, staging):
         "source": args.inputs,
         "documents": len(lengths),
         "skipped": faults,
+        "left_out": left_out,
+        "separators": separators,
         "train": write_split(staging, "train", 1, shard_arrays(tokens, train)),
         "val": write_split(staging, "val", 0, shard_arrays(tokens, val)),
     }
@@ -360,12 +496,15 @@ def parse_args(argv):
     add("--encoding", default="bytes", help="bytes, gpt2 or another encoding of tiktoken")
     add("--val_fraction", default=0.1, type=float, help="fraction to hold out (0.1)")
     add("--text_field", default="text", help="field of a JSON line or a parquet row")
+    add("--split_at", metavar="TEXT", help=f"split documents here, for example at '{END_OF_TEXT}'")
     add("--pattern", default="*", help="in folders, read only files whose names match")
     add("--exclude", default=[], nargs="*", help="relative paths to leave out")
     add("--skip_bad", action="store_true", help="leave out bad documents; manifest.json lists them")
     args = parser.parse_args(argv)
     if not 0 <= args.val_fraction < 1:
         raise ValueError(f"--val_fraction={args.val_fraction} must be at least 0 and less than 1")
+    if args.split_at == "":
+        raise ValueError(f"--split_at is empty: give a separator, such as '{END_OF_TEXT}'")
     return args
 
 
@@ -380,6 +519,13 @@ def main(argv=None):
         sys.exit(130)
     skipped = len(manifest["skipped"])
     print(f"{manifest['documents']:,} documents in {args.encoding}; {skipped:,} skipped")
+    if left_out := len(manifest["left_out"]):
+        print(f"left out: {left_out:,} hidden files or folders, or logs or weights of runs")
+    if separators := manifest["separators"]:
+        print(
+            f"warning: the texts contain {END_OF_TEXT} {separators:,} times, packed as plain text; "
+            f"--split_at '{END_OF_TEXT}' splits them into documents there"
+        )
     for split in "train", "val":
         part = manifest[split]
         print(f"{split}: {part['tokens']:,} tokens, {len(part['sha256'])} shards")

@@ -1,11 +1,13 @@
 """evaluate.py: every token counts exactly once, and the loss is that of training."""
 
 import contextlib
+import gzip
 import json
 import math
 import re
 
 import evaluate
+import pack
 import pytest
 import torch
 import weights
@@ -95,8 +97,23 @@ def test_gpt2_tokens_have_the_bytes_of_their_text(gpt2_vocabulary, tmp_path, cap
         assert table[f"{tmp_path}/{name}"] == expected
 
 
+def test_texts_are_read_as_by_pack(tmp_path, capsys):
+    """The documents of a folder count as in the shard that pack.py writes."""
+    path = write_uniform_model(tmp_path)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"body": "One;two"}\n{"body": "three"}\n')
+    (folder / "b.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbffour; five"))
+    options = ["--text_field=body", "--split_at=;"]
+    pack.main([str(folder), "--out", str(tmp_path / "out"), "--val_fraction=0", *options])
+    shard = tmp_path / "out" / "train_000001.bin"
+    table, _ = run(capsys, path, folder, shard, *options)
+    assert table[str(folder)] == table[str(shard)] and table[str(shard)][0] == "23"
+
+
 def test_shards_of_another_encoding_are_rejected(tmp_path, capsys):
     """Their manifest tells. The model's encoding, bytes, has as many ids."""
+    tmp_path /= "[v1]"
     path = write_uniform_model(tmp_path)
     write_shard(tmp_path / "a.bin", range(9))
     for name, allowed in ("bytes", True), ("letters", False):
@@ -121,9 +138,9 @@ def test_other_validation_tokens_than_those_of_the_run_are_refused(plain_run, tm
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["empty.txt"], "empty.txt has too few tokens"),
-        (["latin.txt"], r"latin\.txt is not UTF-8 \(at byte 2\)"),
-        (["none.txt"], r"none\.txt is not a file"),
+        (["empty.txt"], "empty.txt:1 is empty"),
+        (["latin.txt"], r"latin\.txt:1 is not in UTF-8 \(byte 2 is 0xf6\): if it is in LATIN1"),
+        (["none.txt"], r"none\.txt is neither a file nor a folder"),
         (["cut.bin"], r"cut\.bin is not a complete shard"),
         (["large.bin"], r"large\.bin holds token 300"),
         (["--stride=0"], "--stride=0"),

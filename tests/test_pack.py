@@ -1,5 +1,7 @@
 """data/pack.py packs text into complete sets of shards, which data/shards.py verifies."""
 
+import bz2
+import codecs
 import contextlib
 import gzip
 import hashlib
@@ -8,6 +10,7 @@ import json
 import lzma
 import os
 import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -16,8 +19,10 @@ import pack
 import pytest
 import shards
 import tiktoken
-from conftest import SHARED_DATA
+from conftest import ROOT, SHARED_DATA
 from shards import shard_size, verify
+
+import train_gpt2
 
 BOOKS = SHARED_DATA / "books" / "books.jsonl.xz"
 TEXTS = [f"{i}: naïve €\nprint('😀')\r\n" * (1 + i % 7) for i in range(300)]
@@ -136,15 +141,106 @@ def test_every_format_gives_the_same_documents(tmp_path, form):
     assert packed(tmp_path / "again", path)["shards"] == expected["shards"]
 
 
+def test_a_folder_is_read_without_hidden_files_and_files_of_runs(tmp_path, capsys):
+    """Named explicitly, they are read. Folders may have characters of a glob in their names."""
+    assert train_gpt2.LOG_TITLE.encode() == pack.LOG_TITLE
+    source, out = tmp_path / "[v1]", tmp_path / "[v2]"
+    log = f"{train_gpt2.LOG_TITLE}, run_id=a"
+    others = {".env": "", ".git/config": "", "logs/a.txt": log, "logs/a/model.pt": "PK\3\4"}
+    for name, text in {"a.txt": "text", "b/c.txt": "code", **others}.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
+    manifest = packed(out, source, "--val_fraction", 0)
+    assert split_documents(out, "train") == [b"text", b"code"]
+    left_out = {str(source / name) for name in (".env", ".git", "logs/a.txt", "logs/a/model.pt")}
+    assert set(manifest["left_out"]) == left_out and "left out: 4 " in capsys.readouterr().out
+    packed(out, source / "logs" / "a.txt", "--val_fraction", 0)
+    assert split_documents(out, "train") == [log.encode()]
+    assert "name one of those left out" in refusal(out, source / "logs")
+    assert "--exclude ['logs']: no such files" in refusal(out, source, "--exclude", "logs")
+
+
+def test_literal_end_of_text_tokens_are_counted_or_split_documents(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("\ufeffOne.\n<|endoftext|>\n Two.\r\n<|endoftext|>\n")
+    assert packed(tmp_path / "out", tmp_path / "a.txt")["documents"] == 1
+    assert "<|endoftext|> 2 times" in capsys.readouterr().out
+    choice = ["--split_at", "<|endoftext|>", "--val_fraction", 0]
+    packed(tmp_path / "out", tmp_path / "a.txt", *choice)
+    assert split_documents(tmp_path / "out", "train") == [b"One.", b"Two."]
+    assert "<|endoftext|>" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missing", ["", "tqdm", "tiktoken"])
+def test_the_command_needs_no_search_path_and_names_missing_packages(tmp_path, missing):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules['{missing}'] = None\n")
+    command = [sys.executable, ROOT / "data" / "pack.py", tmp_path / "a.txt", "--out", tmp_path]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    fix = f"{missing} is not installed: {sys.executable} -m pip install {missing}\n"
+    assert done.stderr == (f"data/pack.py: {fix}" if missing else "")
+
+
 # ---- Bad input -----------------------------------------------------------------------------------
 GOOD = b'{"text": "x"}\n'
-NOT_JSON = "is not JSON with a string field 'text'"
+NOT_JSON = "has no string field 'text', or is not JSON in UTF-8"
+LINES = "Größe — Wörter\n" * 20
 UNREADABLE = "cannot be read further"
 BAD = {  # name of the file, its content, the message
     "invalid UTF-8 in a text": (
         "a.txt",
         b"one\ntwo \xff three",
-        "a.txt:1 is not in UTF-8 (`iconv -f",
+        "a.txt:1 is not in UTF-8 (byte 8 is 0xff): if it is in LATIN1, `iconv -f LATIN1",
+    ),
+    "Windows-1252": (
+        "a.txt",
+        LINES.encode("cp1252"),
+        "a.txt:1 is not in UTF-8 (byte 2 is 0xf6): if it is in WINDOWS-1252",
+    ),
+    "Cyrillic": (
+        "a.txt",
+        "Привет, мир".encode("koi8-r"),
+        "a.txt:1 is not in UTF-8 (byte 0 is 0xf0): convert it by `iconv -f ENCODING",
+    ),
+    "damaged": (
+        "a.txt",
+        LINES.encode() + b"\xff" + LINES.encode(),
+        "a.txt:1 is not in UTF-8 (byte 400 is 0xff), but other characters are",
+    ),
+    "cut off": (
+        "a.txt",
+        "größ".encode()[:-1],
+        "a.txt:1 is probably cut off within the character at byte 4",
+    ),
+    "UTF-16 with a mark": (
+        "a.txt",
+        LINES.encode("utf-16"),
+        "a.txt:1 is in UTF-16: `iconv -f UTF-16 ",
+    ),
+    "UTF-16LE": ("a.txt", LINES.encode("utf-16-le"), "a.txt:1 is in UTF-16LE: `iconv -f UTF-16LE "),
+    "UTF-16BE": (
+        "a.txt.gz",
+        gzip.compress(LINES.encode("utf-16-be")),
+        "a.txt.gz:1 is in UTF-16BE: `iconv -f UTF-16BE -t UTF-8 <(gzip -dc ",
+    ),
+    "UTF-32": ("b.jsonl", codecs.BOM_UTF32_LE + GOOD, "b.jsonl:1 is in UTF-32"),
+    "NUL": ("a.txt", b"text\0text", "a.txt:1 is not text (byte 4 is NUL): extract it, or save its"),
+    "NUL in a line": ("b.jsonl", b'{"text": "\\u0000"}\n', "b.jsonl:1 contains a NUL character"),
+    "tar": (
+        "a.gz",
+        gzip.compress(b"a".ljust(257, b"\0") + b"ustar"),
+        "a.gz:1 is a tar archive: ex",
+    ),
+    "zip": ("b.jsonl", b"PK\3\4", "b.jsonl:1 is a zip archive (or .docx, .npz, .pt): extract it"),
+    "bzip2": ("a.txt", bz2.compress(b"a"), "a.txt:1 is bzip2 data: extract it"),
+    "PDF": ("a.txt", b"%PDF-1.7\n", "a.txt:1 is a PDF file: extract it, or save its text"),
+    "Arrow": ("a", b"\xff\xff\xff\xff\x10\1\0\0", "a:1 is an Arrow file: extract it, or save"),
+    "shard": ("a", (20240520).to_bytes(4, "little"), "a:1 is a shard of tokens"),
+    "JSON": ("a.json.xz", lzma.compress(b"[]"), "a.json.xz:1 is .json, whose syntax is not text"),
+    "CSV": (
+        "a.CSV",
+        b"text\n",
+        'a.CSV:1 is .csv, whose syntax is not text: `python3 -c "import csv',
     ),
     "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', f"b.jsonl:3 {NOT_JSON}"),
     "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, f"b.jsonl:4 {NOT_JSON}"),
@@ -172,7 +268,7 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
         (source / name).write_bytes(content)
     (source / "z.txt").write_bytes(b"good")
     refused = refusal(out, source, "--val_fraction", 0)
-    assert sentence in refused and "--skip_bad" in refused
+    assert sentence in refused and "--skip_bad, or for a folder --pattern" in refused
     assert not all_files(out)
     manifest = packed(out, source, "--val_fraction", 0, "--skip_bad")
     assert manifest["skipped"][0].startswith(sentence)
@@ -180,6 +276,28 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
     assert documents[-1] == b"good" and set(documents[:-1]) <= {b"x"}
     if name == "b.jsonl" and content.startswith(GOOD):
         assert len(documents) == 1 + content.count(GOOD)
+
+
+def test_a_text_that_tiktoken_cannot_encode_is_a_fault(tmp_path, monkeypatch):
+    class Panic(BaseException):
+        """Like a PanicException of Rust, this is no Exception."""
+
+    def encode(text, **_):
+        if "bad" in text:
+            raise Panic("Regex error\nin detail")
+        return np.array([65])
+
+    monkeypatch.setattr(
+        pack,
+        "get_encoding",
+        lambda _: SimpleNamespace(encode_to_numpy=encode, eot_token=256, n_vocab=257),
+    )
+    for name in "a", "bad", "c":
+        (tmp_path / name).write_text(name)
+    fault = "bad:1 cannot be tokenized (Regex error)"
+    assert fault in refusal(tmp_path / "out", tmp_path)
+    manifest = packed(tmp_path / "out", tmp_path, "--skip_bad")
+    assert manifest["documents"] == 2 and manifest["skipped"][0].startswith(fault)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +314,8 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
         ((".", "--pattern", "*.py"), "no file matches '*.py'"),
         (("out",), "is an input, too"),
         (("a.jsonl",), "no text in a.jsonl"),
-        (("a.parquet",), "pip install pyarrow"),
+        (("a.parquet",), f"{sys.executable} -m pip install pyarrow"),
+        (("a.txt", "--split_at", ""), "--split_at is empty: give a separator"),
         (("pipe",), "pipe is not a regular file"),
     ],
 )

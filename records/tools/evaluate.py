@@ -2,11 +2,12 @@
 
     bash run.sh evaluate [TEXT ...] [--weights logs/RUN] [--stride N]
 
-A TEXT is a UTF-8 file, a shard of tokens, or - for standard input. Without one, the run's own
-validation tokens are measured, and the loss that the run logged is printed, too.
+A TEXT is a shard of tokens, a file or folder that data/pack.py reads, or - for standard input.
+Without one, the run's own validation tokens are measured, and the loss that the run logged is
+printed, too.
 
-A text is preceded by an end-of-text token, as each document is in training. Every later token
-counts exactly once. It is predicted from the tokens before it in a window of sequence_length
+A document is preceded by an end-of-text token, as in training. Every token after the first counts
+exactly once. It is predicted from the tokens before it in a window of sequence_length
 tokens. By default windows do not overlap, as in training, so tokens early in a window have little
 context. With --stride N, a window begins every N tokens, and tokens that the previous window also
 covers count only there. The others have at least sequence_length - N + 1 tokens of context.
@@ -18,7 +19,7 @@ end-of-text token has no bytes.
 
 import glob
 import math
-import sys
+import os
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ import weights
 from runlog import command
 from shards import SHARD_MAGIC
 from tqdm import tqdm
+from weights import pack
 
 import train_gpt2
 from train_gpt2 import TokenStream, UserError
@@ -61,28 +63,31 @@ def total_nats(gpt, tokens, T, stride):
 # ---- Texts --------------------------------------------------------------------------------------
 def read_shards(pattern, args, encoding, count=None):
     """Return the first `count` tokens (default: all) of the shards matching a glob, (N,) int32."""
-    found = train_gpt2.read_manifest(pattern).get("encoding", encoding.name)
+    shard = next(glob.iglob(pattern), pattern)  # the manifest is beside it
+    found = train_gpt2.read_manifest(shard).get("encoding", encoding.name)
     if found != encoding.name:
         raise UserError(
-            f"{pattern!r} has the encoding {found}, and the model {encoding.name}: give a text, or "
+            f"{shard!r} has the encoding {found}, and the model {encoding.name}: give a text, or "
             "shards of that encoding"
         )
     stream = TokenStream(pattern, args.vocab_size)
     return torch.from_numpy(stream.read(0, count or stream.total_tokens).astype(np.int32))
 
 
-def read_text(name, args, encoding):
-    """Return the tokens, (N,) int32, of a shard, a text file or - for standard input."""
-    if name != "-" and not Path(name).is_file():
-        raise UserError(f"{name} is not a file: name texts, shards, or - for standard input")
-    content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    if content.startswith(SHARD_MAGIC.to_bytes(4, "little")):  # which is not valid UTF-8
+def read_text(name, args, encoding, options):
+    """Return the tokens, (N,) int32, of a shard, what pack.py reads, or - for standard input."""
+    if Path(name).is_file() and np.fromfile(name, "<i4", 1).tolist() == [SHARD_MAGIC]:
         return read_shards(glob.escape(name), args, encoding)
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 (at byte {error.start}): give a text") from None
-    return torch.tensor([encoding.eot_token, *encoding.encode_ordinary(text)], dtype=torch.int32)
+    files = [("-", "/dev/stdin")]
+    if name != "-":
+        files, _ = pack.list_files([name], "*", [], out=Path(os.devnull))  # there is no output
+    tokens = []
+    for file in files:
+        for document in pack.read_documents(*file, options.text_field, options.split_at):
+            tokens.append(pack.tokens_of(document, encoding).astype(np.int32))
+            if document.fault:
+                raise UserError(f"{document.place} {document.fault}")
+    return torch.from_numpy(np.concatenate(tokens or [[]]))
 
 
 def bytes_of(tokens, encoding):
@@ -124,6 +129,8 @@ def main(argv):
     add = parser.add_argument
     add("texts", nargs="*", metavar="TEXT", help="file, shard, or - for standard input")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"), help="default: auto")
+    add("--text_field", default="text", help="as for data/pack.py")
+    add("--split_at", help="as for data/pack.py")
     add("--stride", type=int, help="tokens from one window to the next (default: sequence_length)")
     options = parser.parse_intermixed_args(argv)  # texts and options in any order
     path = weights.find(options.weights)
@@ -133,7 +140,7 @@ def main(argv):
     if not 1 <= stride <= T:
         raise UserError(f"--stride={stride} must be from 1 to the model's sequence_length={T}")
     encoding = weights.encoding_of(state, args, options.encoding)
-    texts = {name: read_text(name, args, encoding) for name in options.texts}
+    texts = {name: read_text(name, args, encoding, options) for name in options.texts}
     if not texts:
         check_validation_data(state, args)
         texts = {args.val_files: read_shards(args.val_files, args, encoding, args.val_tokens + 1)}

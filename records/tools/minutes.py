@@ -100,7 +100,7 @@ class Rule:
             trial = arguments(self.settings(size, FEW_STEPS, seconds_per_step=1))
             step, validation = seconds_of([*given, *trial])
             seconds = 60 * minutes - (1 + VALIDATIONS) * validation
-            steps = max(8, round(min(seconds / step, self.max_steps)))
+            steps = max(1, min(max(8, round(seconds / step)), self.max_steps))
             trained_enough = steps * self.tokens_per_step >= TOKENS_PER_PARAMETER * parameters
             if chosen and chosen["num_iterations"] < self.max_steps and not trained_enough:
                 break
