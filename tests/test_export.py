@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import runpy
 import sys
 
 import export
@@ -56,19 +57,28 @@ def modern(modern_run, tmp_path_factory):
     return exported(modern_run / "model.pt", tmp_path_factory.mktemp("modern") / "exported")
 
 
-@pytest.fixture(scope="module")
-def windowed_run(tmp_path_factory):
-    """An untrained modern model with windows of 3 blocks and 1, and random weights."""
+def random_run(folder, **settings):
+    """Write an untrained model with random weights; return its folder."""
     torch.manual_seed(0)
-    state = small_state(
-        model="modern", n_layer=5, n_head=2, n_embd=16, sequence_length=512, value_embeddings=2,
-        window=300, document_token=256, no_attention=3,
-    )  # fmt: skip
+    state = small_state(**settings)
     for tensor in state["model"].values():
         tensor.normal_(std=0.2)
-    folder = tmp_path_factory.mktemp("windowed")
     write_weights(folder / "model.pt", state)
     return folder
+
+
+@pytest.fixture(scope="module")
+def windowed_run(tmp_path_factory):
+    """A modern model with windows of 3 blocks and 1."""
+    return random_run(
+        tmp_path_factory.mktemp("windowed"), model="modern", n_layer=5, n_head=2, n_embd=16,
+        sequence_length=512, value_embeddings=2, window=300, document_token=256, no_attention=3,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    return random_run(tmp_path_factory.mktemp("long"), sequence_length=1100)
 
 
 @pytest.fixture(scope="module")
@@ -214,11 +224,34 @@ def test_the_folder_holds_float32_weights_settings_and_code(each):
         assert getattr(config, name) == run[name]
     assert config.max_position_embeddings == run["sequence_length"]
     assert config.hidden_size == run["n_embd"]
+    assert f"transformers 4.57.1 to {transformers.__version__};" in card
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (256, 256, 256)
     code = (folder / "modeling_gpt2_speedrun.py").read_text()
     assert {*re.findall(r"^(?:from|import) (\w+)", code, re.M)} == {"torch", "transformers"}
 
 
+def test_transformers_4_and_5_read_the_same_from_the_folder(each, monkeypatch):
+    """Values with other defaults in transformers 4 are written; versions below 4.57.1 refused."""
+    folder, _, model = each
+    contents = {path.name: json.loads(path.read_text()) for path in folder.glob("*config.json")}
+    use_cache = model.config.model == "gpt2"
+    token_ids = dict(bos_token_id=256, eos_token_id=256, pad_token_id=256)
+    generation = token_ids | dict(use_cache=use_cache)
+    settings = generation | dict(tie_word_embeddings=False, dtype="float32")
+    assert contents["config.json"].items() >= settings.items()
+    assert contents["generation_config.json"].items() >= generation.items()
+    assert contents["tokenizer_config.json"]["tokenizer_class"] == "PreTrainedTokenizerFast"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.56.2")
+    with pytest.raises(ImportError, match=r"transformers>=4\.57\.1 is required .*==4\.56\.2"):
+        runpy.run_path(folder / "modeling_gpt2_speedrun.py")
+
+
+def sees_1050_keys(is_token, T):
+    """Like visible_keys, but without the keys that only the last 50 of 1100 positions see."""
+    return visible(is_token, T).triu(-1049)
+
+
+visible = modeling_gpt2_speedrun.visible_keys
 nearby = modeling_gpt2_speedrun.nearby_keys
 NEARBY = "modeling_gpt2_speedrun.nearby_keys"
 EDITS = [  # the run that is exported, what is edited
@@ -226,12 +259,13 @@ EDITS = [  # the run that is exported, what is edited
     ("modern_run", "train_gpt2.NgramTable.forward", lambda *_: 0.0),
     ("windowed_run", NEARBY, lambda ids, is_token, _, window: nearby(ids, is_token, 255, window)),
     ("windowed_run", NEARBY, lambda *args: nearby(*args[:3], args[3] + args[3] // 3)),
+    ("long_run", "modeling_gpt2_speedrun.visible_keys", sees_1050_keys),
 ]
 
 
 @pytest.mark.parametrize("run, edited, edit", EDITS)
 def test_an_edited_model_is_not_exported(run, edited, edit, request, tmp_path, monkeypatch):
-    """The last two edits change only the documents, or only the long window of 3 blocks."""
+    """Some edits change only the documents, the long window of 3 blocks, or the last positions."""
     path = request.getfixturevalue(run) / "model.pt"
     monkeypatch.setattr(edited, edit)
     with pytest.raises(ValueError, match=r"differ from those of train_gpt2\.py by"):

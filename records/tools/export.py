@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 from runlog import command, packages, require
 
@@ -20,7 +21,7 @@ with packages():
     import torch
     import transformers
     import weights
-    from modeling_gpt2_speedrun import GPT2SpeedrunConfig, GPT2SpeedrunForCausalLM
+    from modeling_gpt2_speedrun import LOWEST_VERSION, GPT2SpeedrunConfig, GPT2SpeedrunForCausalLM
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
 END_OF_TEXT = "<|endoftext|>"
@@ -32,14 +33,19 @@ GPT2SpeedrunForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 
 
 # ---- Tokenizer and model ------------------------------------------------------------------------
+class PreTrainedTokenizerFast(transformers.PreTrainedTokenizerFast):
+    """Saved under this name, which transformers 4 knows, too; 5 would save TokenizersBackend."""
+
+
 def tokenizer_of(encoding, sequence_length):
     """Return a transformers tokenizer that gives the same ids as the tiktoken encoding."""
     # The vocabulary lists the end-of-text token, which would otherwise get another id: the last.
     vocabulary = {**encoding._mergeable_ranks, END_OF_TEXT.encode(): encoding.eot_token}
     converter = TikTokenConverter(pattern=encoding._pat_str, extra_special_tokens=[END_OF_TEXT])
-    converter.load_tiktoken_bpe = lambda file: vocabulary  # instead of reading one from a file
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=converter.converted(),
+    with patch("tiktoken.load.load_tiktoken_bpe", lambda file: vocabulary):  # reads no file
+        tokenizer = converter.converted()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
@@ -54,9 +60,11 @@ def model_of(gpt, args, encoding):
 
     Raises UserError if modeling_gpt2_speedrun.py lacks a parameter of the model.
     """
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), encoding.eot_token)
+    generation = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), encoding.eot_token)
+    generation["use_cache"] = args.model == "gpt2"
     names = vars(args).keys() & GPT2SpeedrunConfig.__annotations__
-    config = GPT2SpeedrunConfig(**{name: getattr(args, name) for name in names}, **ids)
+    settings = {name: getattr(args, name) for name in names} | generation
+    config = GPT2SpeedrunConfig(**settings, tie_word_embeddings=False)  # 4.x's default is True
     model = GPT2SpeedrunForCausalLM(config)
     parameters = dict(gpt.named_parameters())
     missing = parameters.keys() - dict(model.named_parameters()).keys()
@@ -67,8 +75,8 @@ def model_of(gpt, args, encoding):
             f"them as {type(gpt).__name__} in train_gpt2.py does"
         )
     model.load_state_dict(parameters)
-    padding = list(range(encoding.n_vocab, args.vocab_size))  # ids that occur in no text
-    model.generation_config = transformers.GenerationConfig(**ids, suppress_tokens=padding or None)
+    padding = list(range(encoding.n_vocab, args.vocab_size)) or None  # ids that occur in no text
+    model.generation_config = transformers.GenerationConfig(**generation, suppress_tokens=padding)
     return model
 
 
@@ -98,6 +106,7 @@ single-file GPT-2 speedrun.
   `{END_OF_TEXT}`.
 - Unlike OpenAI's GPT-2, the model has rotary positions, RMSNorm without a gain, normalized queries
   and keys, ReLU^2 and no biases. `modeling_gpt2_speedrun.py` in this folder defines it.
+- Works with transformers {LOWEST_VERSION} to {transformers.__version__}; refuses older versions.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -133,18 +142,27 @@ def check(folder, gpt, args, encoding):
     equal = ids == encoding.encode_ordinary(text) and tokenizer.eos_token_id == encoding.eot_token
     require(equal, f"the exported tokenizer gives different ids from {encoding.name}")
     model = GPT2SpeedrunForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    length = min(args.sequence_length, 128 + args.window)  # longer than a window
+    length = args.sequence_length
     inputs = torch.randint(args.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     inputs[1, : len(ids)] = torch.tensor(ids[:length])  # contains n-grams that occur in texts
     inputs[1, length // 2] = encoding.eot_token  # starts a document
-    expected = gpt(inputs)
-    difference = (model(inputs).logits - expected).abs().max().item()
-    require(
-        difference <= 1e-5 * max(1, expected.abs().max().item()),  # False for NaN
-        f"the exported logits differ from those of train_gpt2.py by {difference:.2g}: change "
-        f"modeling_gpt2_speedrun.py like {type(gpt).__name__}; if it is nan, the run diverged",
-    )
-    return difference
+    # The logits of a long sequence may not fit into memory, so they are computed in parts.
+    returns_hidden = patch.object(weights.train_gpt2, "loss_or_logits", lambda *head: head)
+    largest_difference = 0.0
+    for row in inputs.split(1):
+        with returns_hidden, patch.object(model, "logits", lambda x: x):
+            x, *head = gpt(row)
+            exported_x = model(row).logits
+        for part, exported_part in zip(x.split(1024, dim=1), exported_x.split(1024, dim=1)):
+            expected = weights.train_gpt2.loss_or_logits(part, *head)
+            difference = (model.logits(exported_part) - expected).abs().max().item()
+            require(
+                difference <= 1e-5 * max(1, expected.abs().max().item()),  # False for NaN
+                f"the exported logits differ from those of train_gpt2.py by {difference:.2g}: edit "
+                f"modeling_gpt2_speedrun.py like {type(gpt).__name__}; nan: the run diverged",
+            )
+            largest_difference = max(largest_difference, difference)
+    return largest_difference
 
 
 def export(path, out, encoding_name=""):

@@ -10,9 +10,14 @@ V = vocab_size, H = n_head, D = C // H.
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
-from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.versions import require_version
+
+LOWEST_VERSION = "4.57.1"
+require_version(f"transformers>={LOWEST_VERSION}", "Upgrade with: pip install -U transformers")
 
 
 class GPT2SpeedrunConfig(PretrainedConfig):
@@ -38,7 +43,7 @@ class GPT2SpeedrunConfig(PretrainedConfig):
     key_shift: int = 0  # positions by which keys are shifted right
     max_ngram: int = 0  # longest n-gram that is hashed into the n-gram table; 0 or 1 disables it
     ngram_rows: int = 2**18  # rows of the n-gram table; n-grams with equal hashes share a row
-    use_cache: bool = True  # if the model is gpt2
+    use_cache: bool = True  # False if the model is modern
 
     @property
     def is_modern(self):
@@ -184,6 +189,12 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(C, V, bias=False) if config.is_modern else None
         self.post_init()
 
+    def logits(self, x):
+        """Return float32 logits (B, T, V) of the last block's normalized output, (B, T, C)."""
+        head = self.lm_head if self.config.is_modern else self.wte
+        logits = F.linear(x, head.weight).float()
+        return 15 * torch.tanh(logits / 15) if self.config.is_modern else logits
+
     def generate(self, *arguments, **options):
         """Generate as in transformers, but without a cache if the model is modern."""
         if self.config.is_modern:
@@ -216,7 +227,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None and config.is_modern:
             raise ValueError("a modern model cannot use a cache")
         if use_cache and cache is None and not config.is_modern:
-            cache = DynamicCache()
+            cache = transformers.DynamicCache()
         past = 0 if cache is None else cache.get_seq_length()
         S = past + input_ids.size(1)
         if config.sequence_length < S:
@@ -247,11 +258,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             visible = long if min(layer, mirror) % 4 == 0 else short
             x = block(x, x0, values[layer], angles, visible, is_token, cache)
             outputs.append(x)
-        x = norm(x[:, -logits_to_keep:])
-        head = self.lm_head if config.is_modern else self.wte
-        logits = F.linear(x, head.weight).float()
-        if config.is_modern:
-            logits = 15 * torch.tanh(logits / 15)
+        logits = self.logits(norm(x[:, -logits_to_keep:]))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, config.vocab_size, **for_loss)
