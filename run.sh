@@ -14,17 +14,23 @@
 # bash run.sh data                   only prepare the data of the CPU record
 # The environment variables NPROC and PYTHON set the number of processes and the interpreter. data/ and logs/
 # are relative to the current folder. .venv is beside run.sh, and `test` runs there.
+# The # at the end of these lines makes them valid with Windows line ends, too.
+fail() { echo "run.sh: $*" >&2; exit 1; } #
+[ -n "${BASH_VERSION:-}" ] && ! (return 0 2>/dev/null) || (fail "start it with: bash run.sh") || return 2>/dev/null || exit #
+! grep -qs $'\r' "$0" || fail "its lines end in CR LF, as on Windows: clone the repository again" #
 set -euo pipefail
-root=$(CDPATH='' cd "$(dirname "$0")" && pwd)
+script=${BASH_SOURCE:-$0}
+while [ -L "$script" ]; do  # macOS before 12.3 has no readlink -f
+    target=$(readlink "$script")
+    [[ $target = /* ]] || target=$(dirname "$script")/$target
+    script=$target
+done
+root=$(CDPATH='' cd "$(dirname "$script")" && pwd)
+unset PYTHONSAFEPATH  # with it, a tool would not find the modules beside it
 # Limit the spinning of waiting threads for the tools, too, as train_gpt2.py does for itself.
 [ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 
 trap 'echo "run.sh: stopped" >&2; exit 130' INT
-
-fail() {
-    echo "run.sh: $*" >&2
-    exit 1
-}
 
 [[ ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]] ||
     fail "NPROC=$NPROC must be a number of processes from 1 to 9999; unset it to start one per GPU"
@@ -37,7 +43,8 @@ case "${1:-}" in
     "shows what there is" ;;
 esac
 
-# Use the packages of $PYTHON, or install them into .venv if one is missing.
+# Use the packages of $PYTHON, or install them into .venv if one is missing. Python runs in $root if
+# a file of the current folder could hide a module.
 python=${PYTHON:-python3}
 case $python in
 /*) ;;
@@ -53,7 +60,7 @@ has_packages="from importlib.metadata import version
 for name in '''$(cd "$root" && sed -n 's/^\([a-z_-]*\)[=>][^;]*$/\1/p' $requirements)'''.split():
     version(name)
 assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is older than 2.5'"
-if ! reason=$("$python" -c "$has_packages" 2>&1); then
+if ! reason=$(cd "$root" && "$python" -c "$has_packages" 2>&1); then
     venv=$root/.venv
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     if ! "$venv/bin/python" -c "$has_packages" 2>/dev/null; then
@@ -68,7 +75,7 @@ count_gpus() {
     gpus=0
     case " $* " in
     *" --preset"[=\ ]"cpu "*) ;;  # the CPU record, even if there are GPUs
-    *) gpus=$("$python" -c "
+    *) gpus=$(cd "$root" && "$python" -c "
 import glob, signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 if any(map(glob.glob, ('/dev/nvidia*', '/dev/nvhost*', '/dev/kfd', '/dev/dxg'))):
@@ -109,7 +116,7 @@ lists_record_data() {
 pack_torch_sources() {
     local folder
     if ! lists_record_data || ! "$python" "$root/data/shards.py" data/torch_sources >/dev/null; then
-        folder=$("$python" -c "from importlib.util import find_spec
+        folder=$(cd "$root" && "$python" -c "from importlib.util import find_spec
 print(*find_spec('torch').submodule_search_locations)")
         # version.py is the one file that differs between the CPU and the CUDA builds
         "$python" "$root/data/pack.py" "$folder" --pattern '*.py' --exclude version.py \
@@ -141,6 +148,8 @@ records/* | [!-]*/records/*) exec "$python" "$root/records/tools/rerun.py" "$@" 
     script=${tool:-$root/train_gpt2.py} runs=
     if [ -n "$tool" ]; then
         runs=${2:-}
+        [[ $runs =~ ^([1-9][0-9]*|-h|--help)$ ]] ||
+            fail "repeat needs the number of runs first: bash run.sh repeat 5"
         set -- "${@:3}"
     fi
     case " $runs $*" in
@@ -163,9 +172,10 @@ records/* | [!-]*/records/*) exec "$python" "$root/records/tools/rerun.py" "$@" 
     # Without arguments, the CPU record ends with a sample, unless a signal stops the training. Both
     # run in one process, because importing torch is slow.
     exec "$python" -c "
-import signal, sys, time
+import sys
+sys.path[:1] = sys.argv[1:]  # without the current folder
+import signal, time
 from pathlib import Path
-sys.path[:0] = sys.argv[1:]
 import train_gpt2
 run_id = time.strftime('cpu-%Y%m%d-%H%M%S')
 train_gpt2.cli(['--preset=cpu', f'--run_id={run_id}'])

@@ -46,7 +46,7 @@ def confirm(files, folder):
     """Ask whether to download this many files. Raises ValueError unless the user agrees."""
     size = f"{files * MANIFEST['bytes'] / 1e9:.1f} GB of FineWeb"
     answer = ""
-    if sys.stdin.isatty():
+    if sys.stdin and sys.stdin.isatty():  # None if closed
         print(f"Download {size} into {folder.resolve()}? [y/N] ", end="", flush=True)
         answer = sys.stdin.readline()
     if not answer.lower().startswith("y"):
@@ -103,6 +103,8 @@ def stop(number, frame):
 
 def main():
     signal.signal(signal.SIGINT, stop)
+    if sys.stdout:  # for an ASCII-only terminal
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -127,7 +129,7 @@ def main():
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda name: fetch_or_explain(name, args.out), names))
         tokens = sum(shard_size(args.out / name) for name in train)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"data/fineweb.py: {error}")
     shutil.rmtree(args.out / ".download", ignore_errors=True)
     print(f"{len(names)} files in {args.out}: {tokens:,} training tokens")

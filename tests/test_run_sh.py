@@ -165,3 +165,74 @@ def test_an_invalid_number_of_processes_is_rejected(nproc, clone):
     status, lines, stderr = run_sh(clone, NPROC=nproc)
     assert (status, lines, stderr.count("\n")) == (1, [], 1)
     assert f"NPROC={nproc} must be a number of processes" in stderr
+
+
+@pytest.mark.parametrize("line_end, caller", [("\n", "sh"), ("\n", "."), ("\r\n", "bash")])
+def test_a_wrong_start_is_one_sentence(line_end, caller, clone):
+    """With sh, sourced in a shell, which lives on, or with Windows line ends."""
+    script = clone / "run.sh"
+    script.write_text(script.read_text(), newline=line_end)
+    command = ["bash", "-c", '. "$0"; echo alive', script] if caller == "." else [caller, script]
+    done = subprocess.run(command, capture_output=True, text=True)
+    alive = caller == "."
+    assert (done.stdout, done.returncode) == (("alive\n", 0) if alive else ("", 1))
+    assert done.stderr.startswith("run.sh: ") and done.stderr.count("\n") == 1
+
+
+def test_run_sh_follows_links_to_itself_and_ignores_modules_of_the_current_folder(clone, tmp_path):
+    """The names hold a blank, glob characters and bytes that are not UTF-8."""
+    folder = tmp_path / "[a] *\udcff"
+    folder.mkdir()
+    (folder / "link").symlink_to("../other")
+    (tmp_path / "other").symlink_to(clone / "run.sh")
+    (folder / "importlib.py").write_text("raise SystemExit('imported')")
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONSAFEPATH": "1"}
+    command = ["bash", folder / "link", "report", "--help"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: report.py"), done.stderr
+
+
+@pytest.mark.parametrize("given", ["", "x", "--seed=1", "*"])
+def test_repeat_needs_a_number_before_it_prepares_data(given, clone):
+    status, lines, stderr = run_sh(clone, "repeat", *given.split())
+    assert (status, lines) == (1, []) and "number of runs first" in stderr
+
+
+@pytest.mark.parametrize(
+    "ranks, finished, status, requeued",
+    [
+        ("exit 0", False, 0, True),
+        ("exit 0", True, 0, False),
+        ("kill -TERM $$", False, 0, True),
+        ("kill -TERM 0", False, 0, True),
+        ("kill -KILL $$", False, 137, False),
+        ("exit 1", False, 1, False),
+    ],
+)
+@pytest.mark.parametrize("srun_status", ["", "143", "15"])
+def test_a_slurm_job_is_requeued_if_a_signal_has_stopped_it(
+    ranks, finished, status, requeued, srun_status, tmp_path
+):
+    """Also while Python imports; `kill -TERM 0` is the signal to all processes of a rank."""
+    stubs = dict(
+        python=ranks,
+        scontrol='echo "$1"',
+        srun='while [ "$1" != bash ]; do shift; done; setsid -w "$@" || exit; exit $SRUN',
+    )
+    for name, script in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    if finished:
+        (tmp_path / "logs/mine").mkdir(parents=True)
+        (tmp_path / "logs/mine/model.pt").touch()
+    names = ["JOB_ID", "CPUS_PER_TASK", "PROCID", "NTASKS", "LOCALID", "NTASKS_PER_NODE"]
+    environment = {f"SLURM_{name}": "1" for name in names} | {"SLURM_JOB_NAME": "mine"}
+    done = subprocess.run(
+        ["bash", ROOT / "records/2026-11-25_Slurm/train.sbatch"],
+        env=environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SRUN": srun_status},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, done.stderr
+    assert ("requeue" in done.stdout) == requeued

@@ -61,6 +61,7 @@ def test_track_ends_when_the_log_is_deleted(tmp_path, monkeypatch):
     [
         (["nowhere.txt", "--tensorboard=x"], "nowhere.txt is not a regular file"),
         (["log.txt", "--tensorboard=x"], "tensorboard is not installed: PYTHON tensorboard$"),
+        (["log.txt", "--tensorboard="], "name of DIR or PROJECT is empty"),
         (["log.txt", "--wandb=x"], "wandb is not installed: PYTHON wandb$"),
     ],
 )

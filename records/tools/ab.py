@@ -76,7 +76,7 @@ def patched(script, diff, folder):
     Each hunk is found by its context, so a line `@@` without numbers is enough.
     """
     text = script.read_text()
-    _, *hunks = re.split(r"^@@.*\n", diff.read_text(), flags=re.M)
+    _, *hunks = re.split(r"^@@.*\n", diff.read_text(errors="replace"), flags=re.M)
     require(hunks, f"{diff} holds no hunk: each begins with a line `@@`")
     for hunk in hunks:
         lines = hunk.splitlines()
@@ -114,7 +114,7 @@ def run_all(arms, rounds, folder):
     path, state = folder / STATE, {"arms": {}, "interrupted": False}
     runs = logs_in(folder)
     if path.exists():
-        state = json.loads(path.read_text())
+        state = read_state(path)
     else:
         require(not runs, f"{folder} holds logs of other runs: {fix}")
     for arm in arms:
@@ -130,6 +130,15 @@ def run_all(arms, rounds, folder):
         for arm in missing:
             run_once(arm, round_, folder)
         check_comparable([read(arm.log(folder, round_)) for arm in arms])
+
+
+def read_state(path):
+    """Return the content of ab.json. Raises ValueError if it is damaged."""
+    try:
+        state = json.loads(path.read_text())
+        return {"arms": dict(state["arms"]), "interrupted": bool(state["interrupted"])}
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is damaged: give another folder") from None
 
 
 def run_once(arm, round_, folder):
@@ -247,7 +256,7 @@ def main(argv):
             arms += [changed_arm(text, options.commands[0], copies) for text in options.arm]
             run_all(arms, options.rounds, folder)
     state = folder / STATE  # missing in older folders, which were never continued
-    timed = not (state.exists() and json.loads(state.read_text())["interrupted"])
+    timed = not (state.exists() and read_state(state)["interrupted"])
     print(table(collect(folder), timed))
 
 

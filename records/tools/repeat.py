@@ -8,6 +8,7 @@ keeps finished runs and continues unfinished ones. It rejects runs of other sett
 """
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -39,6 +40,8 @@ def main(argv):
     parser.add_argument("--log_dir", type=Path, default="logs", help="default: logs")
     options, settings = parser.parse_known_args(argv)
     require(options.seeds > 1, f"{options.seeds} run has no standard deviation: train at least 2")
+    chosen = [argument for argument in settings if re.match("--(seed|resume)\\b", argument)]
+    require(not chosen, f"repeat chooses seed and resume itself: leave out {' '.join(chosen)}")
     # Ctrl-C also reaches the run, which saves a checkpoint. Wait for that.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     runs = []

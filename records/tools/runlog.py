@@ -5,6 +5,7 @@ import ast
 import contextlib
 import math
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -76,10 +77,22 @@ def argument_parser(description):
 
 
 def command(main):
-    """Run a tool's main with sys.argv. Errors that are no bugs print one line; the status is 1."""
+    """Run a tool's main with sys.argv. Errors that are no bugs print one line; the status is 1.
+
+    Characters that stdout cannot encode are escaped. If its reader has closed it, as head does, the
+    tool ends silently.
+    """
+    if hasattr(sys.stdout, "reconfigure"):  # not if stdout was closed at the start
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(main(sys.argv[1:]))
+        try:
+            sys.exit(main(sys.argv[1:]))
+        finally:
+            print(end="", flush=True)
     except (ValueError, OSError, subprocess.SubprocessError) as error:
+        sys.stdout = None  # Python must not write the rest at exit
+        if isinstance(error, BrokenPipeError):
+            sys.exit(128 + signal.SIGPIPE)
         sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         sys.exit(130)

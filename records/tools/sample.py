@@ -7,11 +7,12 @@ Every prompt begins a new document, and an end-of-text token ends the text.
 """
 
 import codecs
+import math
 import sys
 
 import torch
 import weights
-from runlog import command
+from runlog import command, require
 
 
 def pick(logits, temperature, top_k, generator):
@@ -20,6 +21,7 @@ def pick(logits, temperature, top_k, generator):
     temperature: 0 takes the most likely token, and more than 1 flattens the distribution.
     top_k: choose among this many of the most likely tokens; 0 allows all.
     """
+    require(logits.isfinite().all(), "the model's logits are not finite: its training diverged")
     if temperature == 0:
         return logits.argmax().item()
     if top_k:
@@ -63,6 +65,10 @@ def main(argv):
     add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     args = parser.parse_args(argv)
+    for name in "tokens", "temperature", "top_k":
+        value = getattr(args, name)
+        require(0 <= value < math.inf, f"--{name}={value} must be a finite number of at least 0")
+    require(abs(args.seed) < 2**63, f"--seed={args.seed} must fit into 64 bits")
     path = weights.find(args.weights)
     gpt, settings, state = weights.load(path, args.device, torch.float32)
     if settings.n_embd < 512:

@@ -12,7 +12,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from runlog import argument_parser, command, packages, read
+from runlog import argument_parser, command, packages, read, require
 
 
 def new_points(run, pause=1.0):
@@ -40,6 +40,7 @@ def main(argv):
     where.add_argument("--tensorboard", metavar="DIR", help="folder for TensorBoard's event files")
     where.add_argument("--wandb", metavar="PROJECT", help="Weights & Biases project")
     options = parser.parse_args(argv)
+    require(options.tensorboard or options.wandb, "the name of DIR or PROJECT is empty: give one")
     run = read(options.log)
     points = new_points(run)
     if options.tensorboard:
