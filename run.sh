@@ -16,7 +16,8 @@
 # are relative to the current folder. .venv is beside run.sh, and `test` runs there.
 # The # at the end of these lines makes them valid with Windows line ends, too.
 fail() { echo "run.sh: $*" >&2; exit 1; } #
-[ -n "${BASH_VERSION:-}" ] && ! (return 0 2>/dev/null) || (fail "start it with: bash run.sh") || return 2>/dev/null || exit #
+if [ -z "${BASH_VERSION:-}" ]; then fail "start it with: bash run.sh"; fi #
+if (return 0 2>/dev/null); then echo "run.sh: start it with: bash run.sh" >&2; return 1; fi # it is sourced
 ! grep -qs $'\r' "$0" || fail "its lines end in CR LF, as on Windows: clone the repository again" #
 set -euo pipefail
 script=${BASH_SOURCE:-$0}

@@ -776,7 +776,8 @@ class Muon(torch.optim.Optimizer):
         options = set().union(*state_dict["param_groups"])
         known = {"params", "param_names", "initial_lr"}.union(*self.param_groups)
         if not self.defaults.keys() <= options <= known:
-            raise ValueError(f"the state of another optimizer, with the options {sorted(options)}")
+            given = f"a state whose groups have the options {sorted(options)}"
+            raise ValueError(f"{given} is not Muon's: load one from Muon's full_state_dict()")
         super().load_state_dict(state_dict)
         for p, owner in self.owner.items():
             if owner != self.rank:
@@ -858,13 +859,15 @@ HEADER_BYTES = 1024
 def shard_size(path):
     """Return the number of tokens in a shard. Raises UserError unless it is a complete shard."""
     if not os.path.isfile(path):  # a named pipe, for example, would block
-        raise UserError(f"{path} is not a file: give a pattern such as {path}/train_*.bin")
+        raise UserError(
+            f"{path} is not a file: give a pattern of shards, such as data/mine/train_*.bin"
+        )
     header = np.fromfile(path, "<i4", HEADER_BYTES // 4).tolist()
     tokens, odd_bytes = divmod(os.path.getsize(path) - HEADER_BYTES, 2)
     expected = [20240520, 1, tokens] + [0] * (HEADER_BYTES // 4 - 3)
     if tokens <= 0 or odd_bytes or header != expected:
-        fix = "download or pack it again, or convert tokens with write_shard of data/shards.py"
-        raise UserError(f"{path} is not a complete shard of tokens with our header: {fix}")
+        fix = "download or pack it again; write_shard of data/shards.py converts other tokens"
+        raise UserError(f"{path} is not a complete shard of tokens with the right header: {fix}")
     return tokens
 
 
@@ -1640,7 +1643,7 @@ class StopRequest:
         """Request a stop. A second signal, at least a second later, ends the process at once."""
         if not self.requested:
             self.requested, self.signal_time = True, time.monotonic()
-            # If stderr was closed from the start, another file may have its descriptor.
+            # Without a stderr from the start, descriptor 2 may be another file.
             if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
                 with contextlib.suppress(OSError):  # the terminal may be closed
                     os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
@@ -1810,6 +1813,7 @@ def save(run, name, **more):
         lost, run.folder = run.folder, Path(f"{run.folder}-{os.urandom(3).hex()}")
         run.log.path = Path(f"{run.folder}.txt")
         claim_folder(run)
+        log_header(run)  # into the new log
         run.log(f"warning: {lost} was deleted or replaced; the run continues in {run.folder}")
         partial, path = run.folder / "partial", run.folder / name
     try:

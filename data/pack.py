@@ -317,6 +317,8 @@ def tokens_of(document, encoding):
     """Return the tokens of a document after an end-of-text token; sets its fault on failure."""
     try:
         array = encoding.encode_to_numpy(document.text, disallowed_special=())
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # a panic of tiktoken is no Exception
         reason = (str(error) or type(error).__name__).splitlines()[0]
         document.fault = f"cannot be tokenized ({reason}): shorten its long runs of blanks"

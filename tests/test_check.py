@@ -5,11 +5,13 @@ import itertools
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import check
 import minutes
 import pytest
 from conftest import ROOT, options, run_forked, trained, write_shard
+from torch._dynamo.exc import BackendCompilerFailed
 
 import train_gpt2
 from train_gpt2 import Hyperparameters
@@ -50,6 +52,8 @@ def test_a_check_without_faults_describes_the_run(processes, network, tiny, mani
     assert len(rows) == 12
 
 
+cause = RuntimeError("no g++\nand more lines")
+breaks = mock.Mock(side_effect=BackendCompilerFailed("inductor", cause, None))
 FAULTS = [  # settings, a replaced function, the sentence
     ({"batchsize": 3}, {}, "unrecognized arguments: --batchsize=3"),
     ({"num_iterations": 99}, {}, "15 steps"),
@@ -59,6 +63,11 @@ FAULTS = [  # settings, a replaced function, the sentence
     ({"init": "nowhere.pt"}, {}, "nowhere.pt is not a file"),
     ({"run_id": "finished"}, {}, "finished exists"),
     ({"keep_checkpoints": 10**9, "save_every": 1}, {}, "pass another --log_dir or --keep"),
+    (
+        {"compile": True},
+        {"train_gpt2.GPT.compile": lambda gpt, **_: setattr(gpt, "_compiled_call_impl", breaks)},
+        r"no g\+\+ and more lines.*\): install g\+\+ and",
+    ),
 ]
 
 

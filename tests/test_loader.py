@@ -265,3 +265,12 @@ def test_a_shuffled_order_does_not_depend_on_the_ranks(tmp_path):
     alone, ranks = (open_ranks(pattern, 4, 5, count, shuffle_seed=7) for count in (1, 2))
     for step in 11, 3, 0:  # in any order
         assert all(map(torch.equal, global_batch(alone, step), global_batch(ranks, step)))
+
+
+def test_the_folder_of_a_pattern_may_have_the_characters_of_a_pattern(tmp_path):
+    """The folder is taken literally if it exists, and else as a part of the pattern."""
+    folder = tmp_path / "[v1] *"
+    folder.mkdir()
+    pattern = fresh_shards(folder, [range(9)])
+    for given in (pattern, str(tmp_path / "?v1*" / "s_?.bin")):
+        assert TokenStream(given, 100).paths == [str(folder / "s_0.bin")]

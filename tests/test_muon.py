@@ -118,8 +118,45 @@ def test_invalid_arguments_are_rejected(options):
     for shape in [(), (5,), (2, 2, 5, 5)]:
         with pytest.raises(ValueError, match="a matrix or a stack of matrices"):
             zeropower_via_newtonschulz5(torch.zeros(shape))
-    with pytest.raises(ValueError, match="takes matrices"):
-        Muon([nn.Parameter(torch.zeros(5))], lr=0.1)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 6, 6), (2, 2, 2, 2, 2)])
+def test_a_refused_group_leaves_nothing_behind(shape):
+    muon = Muon(make_parameters(), lr=0.02)
+    with pytest.raises(ValueError, match="takes matrices, not parameters of shape"):
+        muon.add_param_group(dict(params=[nn.Parameter(torch.zeros(shape))]))
+    assert len(muon.param_groups) == 1 and len(muon.owner) == len(SHAPES)
+
+
+@pytest.mark.parametrize("change", [{"lr": math.nan}, {"momentum": 1.0}, {"weight_decay": -1}])
+def test_a_schedule_cannot_set_an_invalid_value(change):
+    params = make_parameters()
+    muon = Muon(params, lr=0.02)
+    set_gradients(params, 0)
+    muon.param_groups[0].update(change)
+    with pytest.raises(ValueError, match="must be at least 0"):
+        muon.step()
+    assert all(map(torch.equal, params, make_parameters()))
+
+
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_the_state_of_another_optimizer_is_refused(other):
+    """torch.optim.Muon, since torch 2.9, and SGD use the same name for their momenta."""
+    muon = Muon(make_parameters(), lr=0.02)
+    for optimizer in (other, getattr(torch.optim, "Muon", other)):
+        state = optimizer([nn.Parameter(torch.zeros(2, 2))], lr=0.5).state_dict()
+        with pytest.raises(ValueError, match="is not Muon's"):
+            muon.load_state_dict(state)
+    assert muon.param_groups[0]["lr"] == 0.02
+
+
+def test_large_gradients_in_float16_do_not_overflow():
+    p = nn.Parameter(torch.eye(8, 16).half())
+    muon = Muon([p], lr=0.02)
+    for _ in range(40):
+        p.grad = torch.full_like(p, 1e4)
+        muon.step()
+    assert p.isfinite().all()
 
 
 # ---- Steps, on any number of ranks ---------------------------------------------------------------
@@ -193,6 +230,24 @@ def test_every_world_size_gives_the_same_bits(world_size, tmp_path):
             assert all(map(torch.equal, result.gathered, alone.gathered)), case
             assert result.momenta == result.owned, "momentum is only on its owner"
         assert sorted(i for result in of_ranks for i in result.owned) == [*range(len(SHAPES))]
+
+
+def step_without_another_gradient_each(rank, world_size):
+    params = make_parameters([(8, 8)] * 4)
+    muon = Muon(params, 0.02, weight_decay=0.1, rank=rank, world_size=world_size)
+    set_gradients(params, 0, skip=(rank,))
+    muon.step()
+    return [p.detach() for p in params], muon.owner[params[0]]
+
+
+def test_ranks_that_lack_different_gradients_stay_equal(tmp_path):
+    """The gradient on the owner decides. All four matrices form one stack."""
+    (values, owner), (others, _) = run_ranks(
+        step_without_another_gradient_each, 2, tmp_path / "ranks"
+    )
+    assert all(map(torch.equal, values, others))
+    before = make_parameters([(8, 8)] * 4)
+    assert [torch.equal(*pair) for pair in zip(values, before)] == [i == owner for i in range(4)]
 
 
 def steps_in_a_subgroup(rank, world_size):

@@ -175,6 +175,8 @@ REFUSALS = {
     "ids beyond the vocabulary": ({"vocab_size": 32}, "but vocab_size=32"),
     "no launcher": ({"RANK": "0"}, "WORLD_SIZE"),
     "srun without torchrun": ({"SLURM_STEP_NUM_TASKS": "4"}, "RANK is not set"),
+    "mpirun of Open MPI": ({"OMPI_COMM_WORLD_SIZE": "4"}, "SIZE=4, but RANK is not set"),
+    "mpirun of MPICH": ({"PMI_SIZE": "2"}, "PMI_SIZE=2, but RANK is not set"),
 }  # fmt: skip
 
 
@@ -316,6 +318,16 @@ def test_a_gpu_that_only_emulates_bfloat16_trains_in_float32(has_bf16, monkeypat
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     expected = "bfloat16" if has_bf16 else "float32"
     assert train_gpt2.choose_dtype(Hyperparameters(), torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize("version, compile", [("2.5.1", True), ("2.5.1", False), ("2.6.0", True)])
+def test_torch_2_5_compiles_only_float32_on_cpus(version, compile, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    expected = "float32" if version == "2.5.1" and compile else "bfloat16"
+    args = Hyperparameters(compile=compile)
+    assert train_gpt2.choose_dtype(args, torch.device("cpu")) == expected
 
 
 def test_macos_has_no_proc_and_counts_memory_in_bytes(monkeypatch):

@@ -81,7 +81,10 @@ def error_of(done):
 
 # ---- Signals and resuming -----------------------------------------------------------------------
 LONGER = {"num_iterations": 12, "muon_warmup_fraction": 0.75, "warmdown_fraction": 0.6}
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
+SIGNALS = {  # of a run with 1 process, and of one with 2
+    1: (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP),
+    2: (signal.SIGUSR2, signal.SIGXCPU, signal.SIGTERM, signal.SIGUSR1),
+}
 
 
 @pytest.mark.parametrize("processes, dtype", [(1, "bfloat16"), (2, "float32")])
@@ -94,7 +97,7 @@ def test_a_run_interrupted_many_times_gives_the_same_result(processes, dtype, ti
     whole = trained({**fields, "run_id": "whole", "save_every": 12}, processes)
     fields |= {"run_id": "part", "resume": "auto"}
     folder = tmp_path / "logs" / "part"
-    for number, step in zip(SIGNALS, (2, 4, 6, 8)):
+    for number, step in zip(SIGNALS[processes], (2, 4, 6, 8)):
         fault = f"os.kill(os.getpid(), {int(number)})"  # of the last rank alone
         script = faulty_script(tmp_path, fault, "step == first_step + 1", processes - 1)
         stopped = trained(fields, processes, script)
@@ -406,9 +409,9 @@ def test_a_run_whose_folder_is_deleted_or_replaced_continues_in_another(
     expected = content(tmp_path / "moved") if replaced else {}
     assert list(content(folder).values()) == list(expected.values())
     [new] = folder.parent.glob("r-*/model.pt")
-    assert f"{folder} was deleted or replaced; the run continues in {new.parent}" in (
-        new.parent.with_suffix(".txt").read_text()
-    )
+    log = new.parent.with_suffix(".txt").read_text()
+    assert log.startswith(train_gpt2.LOG_TITLE)
+    assert f"{folder} was deleted or replaced; the run continues in {new.parent}" in log
 
 
 # ---- Files of earlier runs ----------------------------------------------------------------------
@@ -557,6 +560,7 @@ def test_a_start_that_died_before_its_first_checkpoint_is_repeated(kind, half, t
     for _ in range(2):
         died = run_forked(fields, script=faulty_script(tmp_path, "os._exit(9)", "step == 5"))
         assert died.returncode == 9
+    fields.pop("init", None)  # the folder holds it
     for steps in 1, 9:
         run_here(fields, steps, resume="auto")
     assert last_bits(tmp_path / "logs" / "part") == last_bits(tmp_path / "logs" / "whole")
