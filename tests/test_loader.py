@@ -272,5 +272,5 @@ def test_the_folder_of_a_pattern_may_have_the_characters_of_a_pattern(tmp_path):
     folder = tmp_path / "[v1] *"
     folder.mkdir()
     pattern = fresh_shards(folder, [range(9)])
-    for given in (pattern, str(tmp_path / "?v1*" / "s_?.bin")):
-        assert TokenStream(given, 100).paths == [str(folder / "s_0.bin")]
+    for shape in (pattern, str(tmp_path / "?v1*" / "s_?.bin")):
+        assert TokenStream(shape, 100).paths == [str(folder / "s_0.bin")]
