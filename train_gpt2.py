@@ -88,26 +88,27 @@ class Hyperparameters:
     n_layer: int = architecture(12, "transformer blocks")
     n_head: int = architecture(6, "attention heads")
     n_embd: int = architecture(768, "channels")
-    value_embeddings: int = architecture(0, "tables of value embeddings", modern=True)
     window: int = architecture(0, "final attention window in tokens; 0: none", modern=True)
     document_token: int = architecture(50256, "first token of each document", modern=True)
-    no_attention: int = architecture(-1, "layer without attention; -1: none", modern=True)
-    key_shift: int = architecture(0, "positions to shift keys by; 1: induction heads", modern=True)
-    max_ngram: int = architecture(0, "longest hashed n-gram, at least 2; 0: none", modern=True)
-    ngram_rows: int = architecture(2**18, "rows of the n-gram table", modern=True)
+    ngram_rows: int = architecture(0, "rows of the table of hashed n-grams; 0: none", modern=True)
+    max_ngram: int = architecture(2, "longest n-gram in tokens, at least 2", modern=True)
 
     seed: int = training(1337, "seed of the initial weights and of --shuffle")
     dtype: Literal["auto", "bfloat16", "float32"] = training("auto", "dtype of matmuls")
     batch_size: int = training(512, "sequences per step, over all processes")
     sequence_length: int = training(1024, "tokens per sequence")
     num_iterations: int = growing(5100, "optimizer steps")
-    learning_rate: float = training(0.0036, "learning rate of lm_head (tied to wte in gpt2)")
-    embedding_learning_rate: float = training(0.6, "... of token and value embeddings", modern=True)
-    scalar_learning_rate: float = training(0.04, "... of scalar weights", modern=True)
-    ngram_learning_rate: float = training(0.03, "... of the n-gram table", modern=True)
+    adamw_every: int = training(1, "steps per update of all but Muon's matrices", modern=True)
+    learning_rate: float = training(0.0036, "learning rate of the embedding, tied to the head")
+    embedding_learning_rate: float = training(0.6, "... of value embeddings", modern=True)
+    ngram_learning_rate: float = training(
+        0.0, "... of n-grams, with Adagrad; 0: AdamW, as value embeddings", modern=True
+    )
     muon_learning_rate: float = training(0.00036, "... of the matrices of the blocks")
+    muon_weight_decay: float = training(0.0, "weight decay of these matrices", modern=True)
     muon_momentum: float = training(0.95, "momentum of Muon")
     muon_warmup_fraction: float = training(0.0, "part of the run in which momentum warms up")
+    muon_cooldown_fraction: float = training(0.0, "final part in which momentum falls again")
     warmdown_fraction: float = training(1450 / 5100, "final part, with a linear decay of the rates")
     final_lr: float = training(0.0, "learning rates after the decay, relative to those before it")
     ngram_dropout: float = training(0.0, "probability of dropping an n-gram", modern=True)
@@ -134,20 +135,27 @@ class Hyperparameters:
         check_settings(self)
 
 
+# What the presets for the modern model on GPUs share. Its sources are in records/2026-11-26_Modern.
+MODERN_RECIPE = dict(
+    model="modern", n_layer=11, window=1728, ngram_rows=5 * 50304,
+    device_batch_size=1, num_iterations=1950, adamw_every=2,
+    warmdown_fraction=0.55, final_lr=0.15,
+    learning_rate=0.008, embedding_learning_rate=0.6,
+    muon_learning_rate=0.03 / 768**0.5, muon_weight_decay=1.2 * 0.03 * 768**0.5,
+    muon_warmup_fraction=300 / 1950, muon_cooldown_fraction=50 / 1950,
+)  # fmt: skip
+
 # --preset=NAME replaces defaults; settings on the command line override the preset.
 PRESETS = {
     "record7": ("the defaults: GPT-2 124M on FineWeb, for eight 80 GB GPUs", {}),
     "24gb": ("the same run on one 24 GB GPU", dict(device_batch_size=32)),
-    "record21": (
-        "record 21 (2.93 minutes on 8xH100 with FP8), here without FP8; not run yet",
-        dict(
-            model="modern", value_embeddings=3, window=1728, no_attention=7,
-            batch_size=8, sequence_length=49152, device_batch_size=1, val_tokens=213 * 49152,
-            num_iterations=1770, warmdown_fraction=708 / 1770, final_lr=0.1,
-            learning_rate=0.008, embedding_learning_rate=0.6, scalar_learning_rate=0.04,
-            muon_learning_rate=0.05 / 768**0.5,  # 0.05 in the units of the record's Muon
-            muon_warmup_fraction=300 / 1770,
-        ),
+    "modern": (
+        "the modern model on FineWeb, for eight 80 GB GPUs; not run yet",
+        MODERN_RECIPE | dict(batch_size=8, sequence_length=32768, val_tokens=320 * 32768),
+    ),
+    "modern_24gb": (
+        "the modern model on one 24 GB GPU",
+        MODERN_RECIPE | dict(batch_size=16, sequence_length=16384, val_tokens=640 * 16384),
     ),
     "cpu": (
         "the CPU record: trains in seconds on 2 cores; `bash run.sh` prepares its data",
@@ -156,7 +164,7 @@ PRESETS = {
             train_files="data/torch_sources/train_*.bin",
             val_files="data/torch_sources/val_*.bin",
             vocab_size=257, n_layer=2, n_head=1, n_embd=128,
-            model="modern", value_embeddings=1, max_ngram=6, key_shift=1,
+            model="modern", ngram_rows=2**18, max_ngram=6,
             batch_size=16, sequence_length=256, shuffle=True,
             num_iterations=64, warmdown_fraction=0.75, final_lr=0.1,
             learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.3,
@@ -171,12 +179,11 @@ PRESETS = {
             train_files="data/mine/train_*.bin",
             val_files="data/mine/val_*.bin",
             vocab_size=257, n_layer=4, n_head=2, n_embd=128,
-            model="modern", value_embeddings=1, key_shift=1,
-            max_ngram=6, ngram_rows=2**18, ngram_dropout=0.6,
+            model="modern", ngram_rows=2**18, max_ngram=6, ngram_dropout=0.6,
             batch_size=16, sequence_length=256,
             num_iterations=1040, warmdown_fraction=840 / 1040, muon_warmup_fraction=150 / 1040,
             learning_rate=0.004, embedding_learning_rate=0.1, ngram_learning_rate=0.04,
-            scalar_learning_rate=0.02, muon_learning_rate=0.0015,
+            muon_learning_rate=0.0015,
             val_loss_every=260, val_tokens=0, target_val_loss=0.0, save_every=260,
         ),
     ),
@@ -370,39 +377,67 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
 
 
-# ---- Modern model: what records 8 to 21 added to record 7; n-grams and key shift are our own -----
+# ---- Modern model: what the public records 8 to 77 added, without what needs kernels of its own --
 BLOCK = 128  # tokens; attention windows are made of blocks of this size
-ATTENTION_SCALE = 0.12  # scale of q k^T; record 21 has it in place of 1 / sqrt(D)
+ATTENTION_SCALE = 0.12  # scale of q k^T, in place of 1 / sqrt(D)
+GATE_CHANNELS = 12  # a gate reads only the first channels of a layer's input
 LOGIT_SOFTCAP = 15.0
 
 
-class ModernAttention(CausalSelfAttention):
-    """Attention with rotary embedding on half of the channels, value embeddings and key shift."""
+class LayerRoles:
+    """Which layers, counted from 0, do more than the others. n: the number of layers.
 
-    def __init__(self, args):
+    For 11 layers, they are those of the public records, which the comments give.
+    """
+
+    def __init__(self, n):
+        self.values = {1, 2, n - 3, n - 2, n - 1}  # 1, 2, 8, 9, 10: have value embeddings
+        self.long = {n // 3, n - 1}  # 3, 10: have the long window, and offset keys
+        self.backout = 2 * n // 3  # 7: later attention reads its output; it is removed at the end
+        self.skip_from = n // 3  # 3: its output is added to the input of skip_to
+        # 6: has no attention. Models with few layers have no such layer.
+        self.skip_to = (n + 1) // 2 if n >= 8 else None
+
+
+class ModernAttention(CausalSelfAttention):
+    """Attention with rotary positions on half of the channels.
+
+    In some layers (see LayerRoles), a table adds an embedding of the token to each value, and the
+    channels of a key that hold no position come from the token before. A query can then find the
+    token after an earlier copy of its own token.
+    """
+
+    def __init__(self, args, layer, dtype):
         super().__init__(args)
-        self.key_shift = args.key_shift
-        self.value_weights = nn.Parameter(torch.tensor([0.5, 0.5]))
-        for layer in self.c_q, self.c_k, self.c_v:
-            init_uniform(layer)
+        for linear in self.c_q, self.c_k, self.c_v:
+            init_uniform(linear)
+        roles = LayerRoles(args.n_layer)
+        self.offset_keys = layer in roles.long
+        frequencies = self.rotary_frequencies(args.n_embd // args.n_head)
+        has_position = (frequencies > 0).repeat(2)  # (D,)
+        self.register_buffer("has_position", has_position, persistent=False)
+        self.value_table = self.value_gate = None
+        if layer in roles.values:
+            self.value_table = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
+            nn.init.normal_(self.value_table.weight, std=0.01)
+            self.value_gate = CastedLinear(GATE_CHANNELS, args.n_head, bias=False)
+            nn.init.zeros_(self.value_gate.weight)
 
     def rotary_frequencies(self, D):
         """Return D/4 frequencies from 1 to 1/1024, and D/4 zeros for channels without position."""
         return F.pad(1024.0 ** -torch.linspace(0, 1, D // 4), (0, D // 2 - D // 4))
 
-    def forward(self, x, value, mask):  # x and value: (B, T, C); value and mask may be None
-        q = norm(self.split_heads(self.c_q(x)))
-        k = norm(self.split_heads(self.c_k(x)))
-        # Scaling the weight is cheaper than scaling the values.
-        weight = self.value_weights[0] * self.c_v.weight
-        v = self.split_heads(F.linear(x, weight.type_as(x)))
-        if value is not None:
-            v = v + self.value_weights[1] * self.split_heads(value)
-        # Keys are shifted before they are rotated, so they get the angles of their new positions.
-        k = F.pad(k, (0, 0, 0, 0, self.key_shift, 0))[:, : k.size(1)]  # pads dims (D, H, T)
-        q = self.rotary(q).transpose(1, 2)
-        k = self.rotary(k).transpose(1, 2)
-        y = attend(q, k, v.transpose(1, 2), mask)
+    def forward(self, x, tokens, mask):  # (B, T, C), (B, T), see attend
+        q = self.rotary(norm(self.split_heads(self.c_q(x))))
+        k = self.rotary(norm(self.split_heads(self.c_k(x))))
+        v = self.split_heads(self.c_v(x))
+        if self.offset_keys:
+            earlier = torch.cat([k[:, :1], k[:, :-1]], dim=1)  # the first key stays as it is
+            k = torch.where(self.has_position, k, earlier)
+        if self.value_table is not None:
+            gate = 2 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, H); 1 at first
+            v = v + gate[..., None] * self.split_heads(self.value_table(tokens))
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -457,17 +492,24 @@ def attention_mask(documents, window_blocks):
 
 
 class ModernBlock(nn.Module):
-    def __init__(self, args, layer):
+    def __init__(self, args, layer, dtype):
         super().__init__()
-        self.attn = ModernAttention(args) if layer != args.no_attention else None
+        has_attention = layer != LayerRoles(args.n_layer).skip_to
+        self.attn = ModernAttention(args, layer, dtype) if has_attention else None
         self.mlp = MLP(args)
         init_uniform(self.mlp.c_fc)
-        self.stream_weights = nn.Parameter(torch.tensor([1.0, 0.0]))
+        # Of the stream, of the token embeddings and of the n-gram embeddings.
+        self.input_weights = nn.Parameter(torch.tensor([1.1, 0.0, 0.1]))
 
-    def forward(self, x, x0, value, mask):  # x, x0, value: (B, T, C); value, mask may be None
-        x = self.stream_weights[0] * x + self.stream_weights[1] * x0
+    def forward(self, x, x0, ngrams, saved, tokens, mask):
+        """Return the next stream, (B, T, C), like x, x0, ngrams and saved.
+
+        saved: what attention reads in place of x, or None.
+        """
+        stream_weight, token_weight, ngram_weight = self.input_weights
+        x = stream_weight * x + token_weight * x0 + ngram_weight * ngrams
         if self.attn is not None:
-            x = x + self.attn(norm(x), value, mask)
+            x = x + self.attn(norm(x if saved is None else saved), tokens, mask)
         return x + self.mlp(norm(x))
 
 
@@ -476,14 +518,17 @@ class NgramTable(nn.Module):
 
     The rows found for a position are summed; n-grams with equal hashes share a row. While gradients
     are enabled, n-grams are dropped with probability `dropout`, and the others are scaled up to
-    compensate. The gradient is sparse, except in a compiled model.
+    compensate. If Adagrad trains the table, its weight is float32, and its gradient is sparse
+    except in a compiled model; if AdamW does, they are like those of the other tables.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, dtype):
         super().__init__()
         self.max_ngram = args.max_ngram
         self.dropout = args.ngram_dropout
-        self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd))
+        self.adagrad = args.ngram_learning_rate > 0
+        dtype = torch.float32 if self.adagrad else dtype
+        self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype))
 
     def forward(self, inputs):  # (B, T) to (B, T, C)
         hashes = inputs
@@ -494,15 +539,13 @@ class NgramTable(nn.Module):
             hashes = hashes * 1000003 + earlier + 1  # int64 wraps around
             ngrams.append(hashes)
         ngrams = torch.stack(ngrams, dim=-1)  # (B, T, max_ngram - 1)
-        scale = None
+        # The compiler has no sparse gradients.
+        sparse = self.adagrad and not torch.compiler.is_compiling()
+        found = F.embedding(ngrams % len(self.weight), self.weight, sparse=sparse)
         if self.dropout and torch.is_grad_enabled():
-            scale = self.survives_dropout(ngrams, inputs).flatten(0, 1) / (1 - self.dropout)
-        rows = (ngrams % len(self.weight)).flatten(0, 1)
-        sparse = not torch.compiler.is_compiling()  # the compiler has no sparse gradients
-        total = F.embedding_bag(
-            rows, self.weight, mode="sum", sparse=sparse, per_sample_weights=scale
-        )
-        return total.unflatten(0, inputs.shape)
+            scale = self.survives_dropout(ngrams, inputs) / (1 - self.dropout)
+            found = found * scale[..., None].type_as(found)
+        return found.sum(2)
 
     def survives_dropout(self, ngrams, inputs):
         """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
@@ -520,27 +563,29 @@ class NgramTable(nn.Module):
 
 
 class ModernGPT(nn.Module):
-    """A GPT with the additions of records 8 to 21: embeddings, skips, masks, an untied head.
+    """A GPT with additions of later public records, which all follow from the number of layers.
 
-    Every layer mixes the embedding, x0, into its input. Each layer in the second half also adds the
-    output of its mirror image in the first half, so the last layer adds the output of the first.
-    wte, value_tables and activations use `dtype`; other weights are float32.
-    Source: record 21 (January 2025) of https://github.com/KellerJordan/modded-nanogpt
+    Every layer adds the token embeddings, x0, and the n-gram embeddings to its input. LayerRoles
+    lists what only some layers do. The value tables, an n-gram table trained with AdamW and the
+    activations have the given dtype; other weights are float32.
+    Source: records 22 to 77 (2025 and 2026) of https://github.com/KellerJordan/modded-nanogpt.
+    records/2026-11-26_Modern_2026 lists each part with its source. Hashing n-grams longer than two
+    tokens and dropping them are our own.
     """
 
     def __init__(self, args, dtype=torch.float32):
         super().__init__()
-        V, C, layers = args.vocab_size, args.n_embd, args.n_layer
         self.dtype = dtype
-        self.wte = nn.Embedding(V, C, dtype=dtype)  # normal(0, 1)
-        self.ngrams = NgramTable(args) if args.max_ngram else None
-        self.value_tables = nn.ModuleList(
-            nn.Embedding(V, C, dtype=dtype) for _ in range(args.value_embeddings)
-        )
-        self.h = nn.ModuleList(ModernBlock(args, layer) for layer in range(layers))
-        self.skip_weights = nn.Parameter(torch.ones(layers // 2))
-        self.lm_head = CastedLinear(C, V, bias=False)
-        nn.init.zeros_(self.lm_head.weight)
+        self.roles = LayerRoles(args.n_layer)
+        self.wte = nn.Embedding(args.vocab_size, args.n_embd)
+        self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
+        self.h = nn.ModuleList(ModernBlock(args, layer, dtype) for layer in range(args.n_layer))
+        if self.roles.skip_to is not None:
+            self.skip_weight = nn.Parameter(torch.tensor(0.18))
+        self.backout_weight = nn.Parameter(torch.tensor(0.5))
+        self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
+        nn.init.normal_(self.lm_head.weight, std=0.005)
+        self.wte.weight = self.lm_head.weight  # tied; norm makes the embeddings large
         self.document_token = args.document_token
         self.has_window = args.window > 0
         # The schedule changes this buffer. Changing a Python number would recompile the model.
@@ -549,25 +594,23 @@ class ModernGPT(nn.Module):
 
     def forward(self, inputs, targets=None):
         """Return the loss or logits, with arguments and results as in GPT."""
-        ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs)
-        x0 = (norm(self.wte(inputs)) + ngrams).to(self.dtype)  # (B, T, C)
-        layers = len(self.h)
-        tables = [table(inputs) for table in self.value_tables]
-        values = tables + [None] * (layers - 2 * len(tables)) + tables
+        roles = self.roles
+        ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs).to(self.dtype)
+        x = x0 = norm(self.wte(inputs)).to(self.dtype)  # (B, T, C)
         long = short = None
         if self.has_window:
             documents = (inputs == self.document_token).cumsum(1)
             long = attention_mask(documents, self.window_blocks)
             short = attention_mask(documents, (self.window_blocks // 2).clamp(min=1))
-        x, outputs = x0, []
+        outputs = []
         for layer, block in enumerate(self.h):
-            mirror = layers - 1 - layer
-            if layer > mirror:
-                x = x + self.skip_weights[mirror] * outputs[mirror]
-            # Every fourth layer has the long window, counted from the nearer end.
-            mask = long if min(layer, mirror) % 4 == 0 else short
-            x = block(x, x0, values[layer], mask)
+            if layer == roles.skip_to:
+                x = x + self.skip_weight * outputs[roles.skip_from]
+            mask = long if layer in roles.long else short
+            saved = outputs[roles.backout] if layer > roles.backout else None
+            x = block(x, x0, ngrams, saved, inputs, mask)
             outputs.append(x)
+        x = x - self.backout_weight * outputs[roles.backout]
         return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
 
 
@@ -637,6 +680,9 @@ class Muon(torch.optim.Optimizer):
       gradients must be summed or averaged over the ranks. A parameter that has no gradient on the
       rank that owns it is not updated.
     lr: RMS change of an entry per step.
+    beta2: of the moving averages with which NorMuon gives all rows of an update (all columns, if it
+      is wide) about the same size (https://arxiv.org/abs/2510.05491); 0 leaves updates as they are.
+    cautious: whether weight decay spares the entries that the update makes larger.
     rank, world_size: of this process in process_group; None is PyTorch's default group.
     dtype: of the matmuls; float16 is more precise than bfloat16, but slow on CPUs.
     Raises ValueError if a parameter or a value is invalid.
@@ -659,6 +705,8 @@ class Muon(torch.optim.Optimizer):
         world_size=1,
         process_group=None,
         dtype=torch.bfloat16,
+        beta2=0.0,
+        cautious=False,
     ):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be between 0 and world_size - 1 = {world_size - 1}")
@@ -669,7 +717,8 @@ class Muon(torch.optim.Optimizer):
         self.owner = {}  # the rank that owns each parameter
         self.loads = [0] * world_size  # cost of each rank's matrices
         # This calls add_param_group, which fills owner and loads.
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        super().__init__(params, defaults | dict(beta2=beta2, cautious=cautious))
 
     def add_param_group(self, param_group):
         """Add a group; assign its stacks of matrices, largest first, to the least loaded ranks."""
@@ -742,7 +791,7 @@ class Muon(torch.optim.Optimizer):
         directions = torch.empty(len(pairs), M, N, dtype=self.dtype, device=slot.device)
         for (p, _), direction in zip(pairs, directions):
             if p not in self.state:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                self.state[p].update(new_muon_state(p, group))
             momentum, mu = self.state[p]["momentum_buffer"], group["momentum"]
             momentum.lerp_(p.grad, 1 - mu)  # a moving average of gradients
             # Nesterov: look one momentum step ahead. The scale of the direction does not matter, so
@@ -752,8 +801,10 @@ class Muon(torch.optim.Optimizer):
         if len(pairs) == 1:
             directions = directions[0]  # a plain matmul is faster than a batched one
         results = zeropower_via_newtonschulz5(directions, self.dtype)
-        for (_, update), result in zip(pairs, results.reshape(len(pairs), M * N)):
-            update.copy_(result)
+        for (p, update), result in zip(pairs, results.reshape(len(pairs), M, N)):
+            if group["beta2"]:
+                equalize_rows(result, self.state[p]["row_squares"], group["beta2"])
+            update.copy_(result.flatten())
 
     def finish_updates(self, bucket, group):
         """Wait for what start_updates returned and apply it to the parameters."""
@@ -762,11 +813,13 @@ class Muon(torch.optim.Optimizer):
             work.wait()
         for stack, slot in zip(stacks, slots):
             for p, update in zip(stack, slot.chunk(len(stack))):
+                update = update.view_as(p)
                 if group["weight_decay"]:
-                    has_gradient = update.any()  # on its owner
-                    p.mul_(1 - group["lr"] * group["weight_decay"] * has_gradient)
+                    # Nothing decays if the owner of the parameter has no gradient.
+                    decays = p * update > 0 if group["cautious"] else update.any()
+                    p.mul_(1 - group["lr"] * group["weight_decay"] * decays)
                 scale = max(p.flatten(1).shape) ** 0.5  # gives the update an RMS of 1
-                p.add_(update.view_as(p), alpha=-group["lr"] * scale)
+                p.add_(update, alpha=-group["lr"] * scale)
 
     def load_state_dict(self, state_dict):
         """Load this rank's state_dict, or this rank's part of a full one.
@@ -784,19 +837,21 @@ class Muon(torch.optim.Optimizer):
                 self.state.pop(p, None)
 
     def full_state_dict(self):
-        """Collective: return state_dict() with the momenta of all ranks, for a checkpoint.
+        """Collective: return state_dict() with the states of all ranks, for a checkpoint.
 
         The other ranks' states are not in state_dict(), so torch.distributed.checkpoint needs this.
         """
         full = self.state_dict()
-        for i, p in enumerate(params_of(self)):
-            momentum = torch.zeros_like(p)
-            if p in self.state:
-                momentum.copy_(self.state[p]["momentum_buffer"])
-            if self.world_size > 1:
-                owner = dist.get_global_rank(self.process_group or dist.group.WORLD, self.owner[p])
-                dist.broadcast(momentum, src=owner, group=self.process_group)
-            full["state"][i] = {"momentum_buffer": momentum}
+        pairs = [(p, group) for group in self.param_groups for p in group["params"]]
+        for i, (p, group) in enumerate(pairs):
+            full["state"][i] = new_muon_state(p, group)
+            for name, tensor in full["state"][i].items():
+                if p in self.state:
+                    tensor.copy_(self.state[p][name])
+                if self.world_size > 1:
+                    world = self.process_group or dist.group.WORLD
+                    owner = dist.get_global_rank(world, self.owner[p])
+                    dist.broadcast(tensor, src=owner, group=self.process_group)
         return full
 
     def __getstate__(self):
@@ -815,6 +870,32 @@ def check_muon_group(group):
             )
     if not (group["lr"] >= 0 and 0 <= group["momentum"] < 1 and group["weight_decay"] >= 0):
         raise ValueError("lr, momentum, weight_decay must be at least 0, and momentum below 1")
+    if not 0 <= group["beta2"] < 1:
+        raise ValueError(f"beta2={group['beta2']} must be at least 0 and below 1")
+
+
+def new_muon_state(p, group):
+    """Return the state of a parameter before its first step, as a dict of tensors."""
+    state = dict(momentum_buffer=torch.zeros_like(p))
+    if group["beta2"]:
+        M, N = p.flatten(1).shape
+        shape = (M, 1) if M >= N else (1, N)
+        state["row_squares"] = torch.zeros(shape, device=p.device)  # float32
+    return state
+
+
+def equalize_rows(update, average, beta2):
+    """Divide the rows of an update by moving averages of their sizes, and keep its norm.
+
+    update: (M, N), changed in place. average: of the mean squares of the rows, (M, 1) float32,
+    updated in place; of the columns, (1, N), if M < N. Source: NorMuon (see Muon).
+    """
+    dim = 1 if update.size(0) >= update.size(1) else 0
+    squares = update.float().square().mean(dim, keepdim=True)
+    average.lerp_(squares, 1 - beta2)
+    scale = average.clamp(min=1e-10).rsqrt()
+    norm_ratio = (squares.sum() / (squares * scale.square()).sum().clamp(min=1e-20)).sqrt()
+    update.mul_(scale * norm_ratio)
 
 
 def matrix_cost(p):
@@ -996,12 +1077,14 @@ def lr_scale_at(step, args):
 
 
 def momentum_at(step, args):
-    """Return Muon's momentum: it grows linearly from 0.85 at first, and is then constant."""
+    """Return Muon's momentum: it grows linearly from 0.85 at first, and falls to it at the end."""
     warmup_steps = round(args.muon_warmup_fraction * args.num_iterations)
-    if step >= warmup_steps:
-        return args.muon_momentum
-    first = min(0.85, args.muon_momentum)
-    return first + step / warmup_steps * (args.muon_momentum - first)
+    cooldown_steps = round(args.muon_cooldown_fraction * args.num_iterations)
+    remaining = args.num_iterations - step
+    rise = step / warmup_steps if step < warmup_steps else 1.0
+    fall = remaining / cooldown_steps if remaining < cooldown_steps else 1.0
+    low = min(0.85, args.muon_momentum)
+    return low + min(rise, fall) * (args.muon_momentum - low)
 
 
 def window_at(step, args):
@@ -1010,12 +1093,13 @@ def window_at(step, args):
 
 
 def apply_schedule(model, optimizers, step, args):
-    """Set learning rates, Muon's momentum and the model's window for a step."""
+    """Set the learning rates, Muon's options and the model's window for a step."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_scale_at(step, args)
             if isinstance(optimizer, Muon):
                 group["momentum"] = momentum_at(step, args)
+                group["weight_decay"] = group["initial_weight_decay"] * lr_scale_at(step, args)
     if args.model == "modern":
         model.window_blocks.fill_(window_at(step, args))
 
@@ -1029,7 +1113,8 @@ def build_optimizers(model, args):
         raise UserError("every parameter of the model must be in exactly one optimizer")
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # apply_schedule scales it
+            group["initial_lr"] = group["lr"]  # apply_schedule scales both
+            group["initial_weight_decay"] = group["weight_decay"]
     return optimizers
 
 
@@ -1043,27 +1128,43 @@ def gpt2_optimizers(model, args, muon_options):
 
 
 def modern_optimizers(model, args, muon_options):
-    """Return the optimizers of the modern model: record 21's, and Adagrad for the n-gram table."""
-    # Record 21 scales the update of an (M, N) matrix by sqrt(max(1, M / N)), and Muon here by
-    # sqrt(max(M, N)). So muon_learning_rate is for N = C, and other matrices get sqrt(C / N) of it:
-    # half for mlp.c_proj, with N = 4C.
-    matrices = [p for p in model.h.parameters() if p.ndim == 2]
-    muon_groups = []
-    for columns in sorted({p.size(1) for p in matrices}):
-        lr = args.muon_learning_rate * (args.n_embd / columns) ** 0.5
-        muon_groups.append(dict(params=[p for p in matrices if p.size(1) == columns], lr=lr))
-    embeddings = [*model.wte.parameters(), *model.value_tables.parameters()]
-    scalars = [p for p in model.parameters() if p.ndim < 2]
+    """Return the optimizers of the modern model: Muon, AdamW, and Adagrad for the n-gram table.
+
+    The ratios of rates, the betas and the decay are those of record 62, in the units of Muon here:
+    its Muon scales the updates of all matrices of the MLP by 2 sqrt(C), and those of mlp.c_proj by
+    2 more, where ours scales by sqrt(max(M, N)).
+    """
+    attention = [block.attn for block in model.h if block.attn is not None]
+    with_values = [attn for attn in attention if attn.value_table is not None]
+    tables = [attn.value_table.weight for attn in with_values]
+    gates = [attn.value_gate.weight for attn in with_values]
+    if model.ngrams is not None and not model.ngrams.adagrad:
+        tables.append(model.ngrams.weight)
     adamw_groups = [
-        dict(params=[model.lm_head.weight], lr=args.learning_rate),
-        dict(params=embeddings, lr=args.embedding_learning_rate),
-        dict(params=scalars, lr=args.scalar_learning_rate),
+        dict(params=[model.lm_head.weight], lr=args.learning_rate, betas=(0.5, 0.95)),
+        dict(params=tables, lr=args.embedding_learning_rate, betas=(0.75, 0.95)),
+        dict(params=gates, lr=args.learning_rate, betas=(0.9, 0.99)),
+        dict(
+            params=[p for p in model.parameters() if p.ndim < 2],
+            lr=5 * args.learning_rate,
+            betas=(0.9, 0.99),
+        ),
+    ]
+    mlp_in = [block.mlp.c_fc.weight for block in model.h]
+    mlp_out = [block.mlp.c_proj.weight for block in model.h]
+    others = set(tables + gates + mlp_in + mlp_out)
+    matrices = [p for p in model.h.parameters() if p.ndim == 2 and p not in others]
+    lr, decay = args.muon_learning_rate, args.muon_weight_decay
+    muon_groups = [
+        dict(params=matrices, lr=lr, weight_decay=decay),
+        dict(params=mlp_in, lr=lr, weight_decay=2 * decay),
+        dict(params=mlp_out, lr=2 * lr, weight_decay=2 * decay),
     ]
     optimizers = [
-        Muon(muon_groups, args.muon_learning_rate, **muon_options),
-        torch.optim.AdamW(adamw_groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0, fused=True),
+        Muon(muon_groups, lr, beta2=0.95, cautious=True, **muon_options),
+        torch.optim.AdamW(adamw_groups, eps=1e-10, weight_decay=0, fused=True),
     ]
-    if model.ngrams is not None:
+    if model.ngrams is not None and model.ngrams.adagrad:
         optimizers.append(torch.optim.Adagrad([model.ngrams.weight], args.ngram_learning_rate))
     return optimizers
 
@@ -1093,8 +1194,11 @@ def train_step(run, inputs, targets):
         micro_loss = run.model(x, y) * (rows / sequences)
         micro_loss.backward()
         loss += micro_loss.detach()
-    sums = start_gradient_sums(run.optimizers)
-    for optimizer in run.optimizers:
+    # With adamw_every above 1, the gradients of the other parameters add up over several steps.
+    is_last = (run.step + 1) % run.args.adamw_every == 0
+    due = [o for o in run.optimizers if isinstance(o, Muon) or is_last]
+    sums = start_gradient_sums(due)
+    for optimizer in due:
         if isinstance(optimizer, Muon):
             optimizer.step(gradient_sums=sums)
         else:
@@ -1168,7 +1272,7 @@ def train(run):
         must_save = args.save_every and run.step % args.save_every == 0 and run.step > first_step
         if must_validate or must_save:
             read_reports(run, reports)
-        if run.stopped:
+        if run.stopped and run.step % args.adamw_every == 0:  # no gradients are left over
             break
         apply_schedule(run.model, run.optimizers, run.step, args)
         if must_validate:
@@ -1287,7 +1391,7 @@ def main(args, stop=None):
 def check_settings(args):
     """Raise UserError unless the settings have the right types and ranges, and fit each other."""
     positive = {
-        "vocab_size", "n_layer", "n_head", "n_embd", "ngram_rows", "batch_size", "sequence_length",
+        "vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "sequence_length", "adamw_every",
         "num_iterations", "keep_checkpoints", "device_batch_size", "comm_timeout",
     }  # fmt: skip
     for field in dataclasses.fields(args):
@@ -1298,12 +1402,13 @@ def check_settings(args):
         if not choices and not isinstance(value, types):
             raise UserError(f"{name}={value!r} must be of type {field.type.__name__}")
         if field.type in (int, float):
-            low = 1 if name in positive else min(0, field.default)  # no_attention may be -1
+            low = 1 if name in positive else 0
             if not low <= value < math.inf:
                 raise UserError(f"{name}={value!r} must be finite and at least {low}")
         if field.metadata.get("modern") and args.model != "modern" and value != field.default:
             raise UserError(f"{name} can only be set with --model=modern")
-    for name in ("muon_warmup_fraction", "warmdown_fraction", "final_lr"):
+    fractions = "muon_warmup_fraction", "muon_cooldown_fraction", "warmdown_fraction", "final_lr"
+    for name in fractions:
         if getattr(args, name) > 1:
             raise UserError(f"{name}={getattr(args, name)} must be at most 1")
     for name in ("muon_momentum", "ngram_dropout"):
@@ -1311,17 +1416,18 @@ def check_settings(args):
             raise UserError(f"{name}={getattr(args, name)} must be less than 1")
     if args.n_embd % (2 * args.n_head):
         raise UserError(f"n_embd={args.n_embd} must be a multiple of 2 n_head = {2 * args.n_head}")
-    if args.value_embeddings > args.n_layer // 2:
-        raise UserError(f"value_embeddings must be at most n_layer // 2 = {args.n_layer // 2}")
-    if args.max_ngram == 1:
-        raise UserError("max_ngram=1 must be 0 or at least 2")
+    if args.max_ngram < 2:
+        raise UserError(f"max_ngram={args.max_ngram} must be at least 2; --ngram_rows=0 has no table")
+    for name in ("num_iterations", "save_every"):
+        if getattr(args, name) % args.adamw_every:
+            raise UserError(f"{name} must be a multiple of adamw_every={args.adamw_every}")
+    if args.model == "modern" and args.n_embd < GATE_CHANNELS:
+        raise UserError(f"n_embd={args.n_embd} must be at least {GATE_CHANNELS}")
     if args.window and args.sequence_length % BLOCK:
         raise UserError(f"with a window, sequence_length must be a multiple of {BLOCK}")
     if args.window and args.document_token >= args.vocab_size:
         fix = "pass --document_token=256 if the data are bytes"
         raise UserError(f"document_token={args.document_token} is not in the vocabulary: {fix}")
-    if args.window and (args.key_shift or args.max_ngram):
-        raise UserError("key_shift and max_ngram cross documents: they do not work with a window")
     if not re.fullmatch(r"([\w-][\w.-]*)?", args.run_id):
         raise UserError(f"run_id={args.run_id!r} may contain only letters, digits and '-_.'")
     if args.resume == "auto" and not args.run_id:
