@@ -99,10 +99,10 @@ class Hyperparameters:
     sequence_length: int = training(1024, "tokens per sequence")
     num_iterations: int = growing(5100, "optimizer steps")
     adamw_every: int = training(1, "steps per update of all but Muon's matrices", modern=True)
-    learning_rate: float = training(0.0036, "learning rate of the embedding, tied to the head")
-    embedding_learning_rate: float = training(0.6, "... of value embeddings", modern=True)
+    learning_rate: float = training(0.0036, "learning rate of lm_head (tied to wte in gpt2)")
+    embedding_learning_rate: float = training(0.6, "... of token and value embeddings", modern=True)
     ngram_learning_rate: float = training(
-        0.0, "... of n-grams, with Adagrad; 0: AdamW, as value embeddings", modern=True
+        0.0, "... of n-grams, with Adagrad; 0: AdamW, like the embeddings", modern=True
     )
     muon_learning_rate: float = training(0.00036, "... of the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of these matrices", modern=True)
@@ -566,7 +566,7 @@ class ModernGPT(nn.Module):
     """A GPT with additions of later public records, which all follow from the number of layers.
 
     Every layer adds the token embeddings, x0, and the n-gram embeddings to its input. LayerRoles
-    lists what only some layers do. The value tables, an n-gram table trained with AdamW and the
+    lists what only some layers do. Embedding tables (of n-grams, if AdamW trains them) and
     activations have the given dtype; other weights are float32.
     Source: records 22 to 77 (2025 and 2026) of https://github.com/KellerJordan/modded-nanogpt.
     records/2026-11-26_Modern_2026 lists each part with its source. Hashing n-grams longer than two
@@ -577,15 +577,14 @@ class ModernGPT(nn.Module):
         super().__init__()
         self.dtype = dtype
         self.roles = LayerRoles(args.n_layer)
-        self.wte = nn.Embedding(args.vocab_size, args.n_embd)
+        self.wte = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)  # normal(0, 1)
         self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
         self.h = nn.ModuleList(ModernBlock(args, layer, dtype) for layer in range(args.n_layer))
         if self.roles.skip_to is not None:
             self.skip_weight = nn.Parameter(torch.tensor(0.18))
         self.backout_weight = nn.Parameter(torch.tensor(0.5))
         self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
-        nn.init.normal_(self.lm_head.weight, std=0.005)
-        self.wte.weight = self.lm_head.weight  # tied; norm makes the embeddings large
+        nn.init.zeros_(self.lm_head.weight)
         self.document_token = args.document_token
         self.has_window = args.window > 0
         # The schedule changes this buffer. Changing a Python number would recompile the model.
@@ -1130,41 +1129,30 @@ def gpt2_optimizers(model, args, muon_options):
 def modern_optimizers(model, args, muon_options):
     """Return the optimizers of the modern model: Muon, AdamW, and Adagrad for the n-gram table.
 
-    The ratios of rates, the betas and the decay are those of record 62, in the units of Muon here:
-    its Muon scales the updates of all matrices of the MLP by 2 sqrt(C), and those of mlp.c_proj by
-    2 more, where ours scales by sqrt(max(M, N)).
+    The betas of AdamW, the ratio of the rates of heads and scalars, and the options of Muon are
+    those of record 62.
     """
     attention = [block.attn for block in model.h if block.attn is not None]
     with_values = [attn for attn in attention if attn.value_table is not None]
-    tables = [attn.value_table.weight for attn in with_values]
     gates = [attn.value_gate.weight for attn in with_values]
-    if model.ngrams is not None and not model.ngrams.adagrad:
+    tables = [model.wte.weight] + [attn.value_table.weight for attn in with_values]
+    matrices = [p for p in model.h.parameters() if p.ndim == 2 and p not in {*gates, *tables}]
+    scalars = [p for p in model.parameters() if p.ndim < 2]
+    uses_adagrad = model.ngrams is not None and model.ngrams.adagrad
+    if model.ngrams is not None and not uses_adagrad:
         tables.append(model.ngrams.weight)
     adamw_groups = [
         dict(params=[model.lm_head.weight], lr=args.learning_rate, betas=(0.5, 0.95)),
         dict(params=tables, lr=args.embedding_learning_rate, betas=(0.75, 0.95)),
         dict(params=gates, lr=args.learning_rate, betas=(0.9, 0.99)),
-        dict(
-            params=[p for p in model.parameters() if p.ndim < 2],
-            lr=5 * args.learning_rate,
-            betas=(0.9, 0.99),
-        ),
+        dict(params=scalars, lr=0.04, betas=(0.9, 0.99)),
     ]
-    mlp_in = [block.mlp.c_fc.weight for block in model.h]
-    mlp_out = [block.mlp.c_proj.weight for block in model.h]
-    others = set(tables + gates + mlp_in + mlp_out)
-    matrices = [p for p in model.h.parameters() if p.ndim == 2 and p not in others]
-    lr, decay = args.muon_learning_rate, args.muon_weight_decay
-    muon_groups = [
-        dict(params=matrices, lr=lr, weight_decay=decay),
-        dict(params=mlp_in, lr=lr, weight_decay=2 * decay),
-        dict(params=mlp_out, lr=2 * lr, weight_decay=2 * decay),
-    ]
+    muon_options |= dict(weight_decay=args.muon_weight_decay, beta2=0.95, cautious=True)
     optimizers = [
-        Muon(muon_groups, lr, beta2=0.95, cautious=True, **muon_options),
+        Muon(matrices, args.muon_learning_rate, **muon_options),
         torch.optim.AdamW(adamw_groups, eps=1e-10, weight_decay=0, fused=True),
     ]
-    if model.ngrams is not None and model.ngrams.adagrad:
+    if uses_adagrad:
         optimizers.append(torch.optim.Adagrad([model.ngrams.weight], args.ngram_learning_rate))
     return optimizers
 
@@ -1417,7 +1405,7 @@ def check_settings(args):
     if args.n_embd % (2 * args.n_head):
         raise UserError(f"n_embd={args.n_embd} must be a multiple of 2 n_head = {2 * args.n_head}")
     if args.max_ngram < 2:
-        raise UserError(f"max_ngram={args.max_ngram} must be at least 2; --ngram_rows=0 has no table")
+        raise UserError("max_ngram must be at least 2; for no n-grams, pass --ngram_rows=0")
     for name in ("num_iterations", "save_every"):
         if getattr(args, name) % args.adamw_every:
             raise UserError(f"{name} must be a multiple of adamw_every={args.adamw_every}")

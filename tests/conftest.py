@@ -80,7 +80,7 @@ def tiny(tmp_path):
 # ---- Weights ------------------------------------------------------------------------------------
 DOCUMENT = "for i in range(10):\n    print(i)\n" * 10
 MODERN = dict(
-    model="modern", max_ngram=4, ngram_rows=997, key_shift=2, value_embeddings=1,
+    model="modern", max_ngram=4, ngram_rows=997, ngram_learning_rate=0.03,
     embedding_learning_rate=0.1,
 )  # fmt: skip
 
@@ -111,7 +111,7 @@ def plain_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def modern_run(tmp_path_factory):
-    """Like plain_run, with the modern model, an n-gram table and a key shift."""
+    """Like plain_run, with the modern model and an n-gram table."""
     return train_on_bytes(tmp_path_factory.mktemp("modern"), **MODERN)
 
 
@@ -244,11 +244,12 @@ def run_here(settings, steps=math.inf, **changes):
         return train_gpt2.main(args, stop)
 
 
-def take_step(model, optimizers, inputs, targets, args):
+def take_step(model, optimizers, inputs, targets, args, step=0):
     """Call train_step as a run does; return the mean loss over all ranks."""
     micro_batch = min(len(inputs), args.device_batch_size)
     stop = train_gpt2.StopRequest()
     run = SimpleNamespace(model=model, optimizers=optimizers, micro_batch=micro_batch, stop=stop)
+    run.args, run.step = args, step
     return train_gpt2.train_step(run, inputs, targets)[0]
 
 

@@ -140,7 +140,8 @@ def muon_steps(rank, world_size, device):
     """Return the parameters after three steps of Muon. All ranks share the device."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape).to(device)) for shape in MATRICES]
-    muon = train_gpt2.Muon(params, lr=0.02, rank=rank, world_size=world_size)
+    options = dict(weight_decay=0.1, beta2=0.95, cautious=True)
+    muon = train_gpt2.Muon(params, lr=0.02, rank=rank, world_size=world_size, **options)
     for _ in range(3):
         for p in params:
             p.grad = torch.randn(p.shape).to(device)
@@ -188,7 +189,7 @@ def test_too_little_memory_is_a_clear_error(tiny, device):
     command = [sys.executable, "-c", LITTLE_MEMORY, *options(settings)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 1, done.stderr
-    assert done.stderr.count("out of memory: set --device_batch_size lower") == 1
+    assert done.stderr.count("out of memory: pass a --device_batch_size") == 1
     assert "Traceback" not in done.stderr, done.stderr
 
 

@@ -170,7 +170,7 @@ def test_a_download_needs_consent_on_a_terminal_or_yes(hub, answer):
     "settings, shards",
     [
         ([], 27),
-        (["--preset=record21"], 7),
+        (["--preset=modern"], 6),
         (["--num_iterations=3"], 1),
         (["--batch_size=10", "--sequence_length=10000", "--num_iterations=999"], 1),
         (["--batch_size=10", "--sequence_length=10000", "--num_iterations=1000"], 2),

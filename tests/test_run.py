@@ -136,7 +136,7 @@ def test_the_vocabulary_size_comes_from_the_manifest_of_packed_data(
         ("--learning_rate=nan", "learning_rate=nan must be finite and at least 0"),
         ("--learning_rate=inf", "learning_rate=inf must be finite"),
         ("--muon_momentum=1", "muon_momentum=1.0 must be less than 1"),
-        ("--key_shift=1", "key_shift can only be set with --model=modern"),
+        ("--window=128", "window can only be set with --model=modern"),
         ("--final_lr=2", "final_lr=2.0 must be at most 1"),
         ("--warmdown_fraction=1.5", "warmdown_fraction=1.5 must be at most 1"),
         ("--n_head=5", "n_embd=768 must be a multiple of 2 n_head = 10"),
@@ -538,7 +538,8 @@ SMALL = {
     "text": {"ngram_rows": 1000},
 }
 SMALL["24gb"] = SMALL["record7"]
-SMALL["record21"] = {"n_layer": 8, "n_head": 1, "n_embd": 16, "sequence_length": 128}
+SMALL["modern"] = {"n_layer": 8, "n_head": 1, "n_embd": 16, "sequence_length": 128}
+SMALL["modern_24gb"] = SMALL["modern"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -137,8 +137,8 @@ def test_run_sh_prepares_no_data_for_a_users_own(clone):
 
 
 def test_run_sh_does_not_train_without_its_data(clone):
-    status, lines, _ = run_sh(clone, "--preset=record21", gpus=8, FINEWEB_STATUS="3")
-    assert (status, lines[-1]) == (3, "data/fineweb.py --preset=record21")
+    status, lines, _ = run_sh(clone, "--preset=modern", gpus=8, FINEWEB_STATUS="3")
+    assert (status, lines[-1]) == (3, "data/fineweb.py --preset=modern")
 
 
 @pytest.mark.parametrize("outcome, status", [("finished", 0), ("stopped", 0), ("failed", 3)])

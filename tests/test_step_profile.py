@@ -14,7 +14,7 @@ import pytest
 import step_profile
 import torch
 import torch.distributed as dist
-from conftest import ROOT, options, trained
+from conftest import MODERN, ROOT, options, trained
 from step_profile import PROFILED
 
 import train_gpt2
@@ -61,6 +61,18 @@ def test_ctrl_c_ends_the_profile_at_once(tiny, monkeypatch):
             runpy.run_path(str(SCRIPT), run_name="__main__")
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def test_half_of_the_profiled_steps_update_with_adamw(tiny, capsys):
+    settings = {**tiny, **MODERN, "adamw_every": 2}
+    step_profile.main(Hyperparameters(**settings), train_gpt2.StopRequest())
+    printed = capsys.readouterr().out
+    assert "Mean time of 4 steps" in printed
+    folder = Path(re.search(r"perfetto.dev: (\S+)$", printed, re.M)[1])
+    [trace] = folder.iterdir()
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    counts = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    assert [counts[part] for part in ("train_step", "Muon", "AdamW", "Adagrad")] == [4, 4, 2, 2]
 
 
 @pytest.mark.parametrize("processes", [1, 2])

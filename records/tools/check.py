@@ -85,7 +85,7 @@ def check_optimizers(args, device):
     rows = Counter()
     for name, p in model.named_parameters():
         name = re.sub("[.][0-9]+", ".*", name)  # merges equal rows of different blocks
-        rows[f"{name:24s} {tuple(p.shape)!s:16s} {optimizer_of[p]}"] += 1
+        rows[f"{name:28s} {tuple(p.shape)!s:16s} {optimizer_of[p]}"] += 1
     parameters = sum(p.numel() for p in model.parameters())
     if 2 * weights + states > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         raise UserError(f"{parameters:,} parameters need more memory than this machine has")

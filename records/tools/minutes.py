@@ -24,7 +24,6 @@ FEW_STEPS, MANY_STEPS = 64, 1040
 RATES = {
     "learning_rate": (0.02, 0.004),
     "embedding_learning_rate": (0.3, 0.1),
-    "scalar_learning_rate": (0.04, 0.02),
     "ngram_learning_rate": (0.3, 0.04),
     "muon_learning_rate": (0.004, 0.0015),
 }
@@ -127,19 +126,26 @@ def seconds_of(argv):
 
 
 def measure(run):
-    """Collective: return the seconds of a step and of a validation; takes a few steps."""
+    """Collective: return the seconds of a step and of a validation; takes a few steps.
+
+    A step of AdamW may follow only several steps of Muon, so these are timed together.
+    """
+    steps = run.args.adamw_every
     batch = run.train_loader.batch(run.step)
     micro_batch = [part[: run.micro_batch] for part in batch]
 
-    def train_step():
-        train_gpt2.train_step(run, *batch).tolist()
+    def train_steps():
+        for _ in range(steps):
+            train_gpt2.train_step(run, *batch).tolist()
+            run.step += 1  # decides whether AdamW has a step, too
+        run.step -= steps
 
     @torch.no_grad()
     def validate():
         run.model(*micro_batch).item()
 
-    train_step()  # creates the states of the optimizers
-    step = statistics.median(timed(train_step) for _ in range(3))
+    train_steps()  # creates the states of the optimizers
+    step = statistics.median(timed(train_steps) for _ in range(3)) / steps
     validate()
     validation = timed(validate) * math.ceil(len(run.validation) / run.micro_batch)
     return train_gpt2.from_rank_0((step, validation))

@@ -16,6 +16,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.versions import require_version
 
+GATE_CHANNELS = 12  # a gate reads only the first channels of a layer's input
 LOWEST_VERSION = "4.57.1"
 require_version(f"transformers>={LOWEST_VERSION}", "Upgrade with: pip install -U transformers")
 
@@ -36,18 +37,31 @@ class GPT2SpeedrunConfig(PretrainedConfig):
     n_embd: int = 768  # channels
     sequence_length: int = 1024  # largest number of tokens, as in training
     model: str = "gpt2"  # or "modern", to which the following fields belong
-    value_embeddings: int = 0  # tables added to the values of as many first layers and last ones
-    window: int = 0  # tokens that every fourth layer attends to; 0: the whole sequence
+    window: int = 0  # tokens that the layers in LayerRoles.long attend to; 0: the whole sequence
     document_token: int = 50256  # starts a document; with a window, others are not seen
-    no_attention: int = -1  # layer without attention; -1: none
-    key_shift: int = 0  # positions by which keys are shifted right
-    max_ngram: int = 0  # longest n-gram that is hashed into the n-gram table; 0 or 1 disables it
-    ngram_rows: int = 2**18  # rows of the n-gram table; n-grams with equal hashes share a row
+    ngram_rows: int = 0  # rows of the n-gram table; 0: there is none
+    max_ngram: int = 2  # longest n-gram that is hashed into the n-gram table
     use_cache: bool = True  # False if the model is modern
 
     @property
     def is_modern(self):
         return self.model == "modern"
+
+
+class LayerRoles:
+    """Which layers, counted from 0, do more than the others. In GPT, none does."""
+
+    def __init__(self, config):
+        n = config.n_layer
+        self.values = self.long = ()
+        self.backout = self.skip_from = self.skip_to = None
+        if config.is_modern:
+            self.values = {1, 2, n - 3, n - 2, n - 1}  # have value embeddings
+            self.long = {n // 3, n - 1}  # have the long window, and offset keys
+            self.backout = 2 * n // 3  # later attention reads its output; removed at the end
+            if n >= 8:
+                self.skip_from = n // 3  # its output is added to the input of skip_to
+                self.skip_to = (n + 1) // 2  # has no attention
 
 
 def norm(x):
@@ -65,8 +79,8 @@ def frequencies(config):
 
 
 def rotate(x, angles):
-    """Rotate channels i and i + D/2 of x, (B, H, T, D), by angles, (T, D/2)."""
-    cos, sin = angles.cos(), angles.sin()
+    """Rotate channels i and i + D/2 of x, (B, T, H, D), by angles, (T, D/2)."""
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x)
 
@@ -81,20 +95,20 @@ def visible_keys(is_token, T):
     return (keys < queries) & is_token[:, None, None, :] | (keys == queries)
 
 
-def nearby_keys(input_ids, is_token, document_token, window):
+def nearby_keys(input_ids, places, document_token, window):
     """Return which keys are in the same document and near enough for a window, bool (B, 1, T, T).
 
-    window: in blocks of 128 tokens, which are counted from the first token that is not padding.
+    places: (B, T), positions counted from the first token. window: in blocks of 128 places.
     """
     documents = (input_ids == document_token).cumsum(1)
-    blocks = (is_token.cumsum(1) - 1) // 128
+    blocks = places // 128
     same_document = documents[:, :, None] == documents[:, None]
     near = blocks[:, :, None] - blocks[:, None] < window
     return (same_document & near)[:, None]
 
 
 class NgramTable(nn.Module):
-    """A second embedding table, indexed by hashes of the last 2, 3, ... max_ngram tokens."""
+    """An embedding table of n-grams, indexed by hashes of the last 2, 3, ... max_ngram tokens."""
 
     def __init__(self, config):
         super().__init__()
@@ -115,29 +129,35 @@ class NgramTable(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.n_head, self.layer, self.key_shift = config.n_head, layer, config.key_shift
-        self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.c_k = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.c_v = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.value_weights = nn.Parameter(torch.ones(2)) if config.is_modern else None
+        C, self.n_head, self.layer = config.n_embd, config.n_head, layer
+        self.c_q = nn.Linear(C, C, bias=False)
+        self.c_k = nn.Linear(C, C, bias=False)
+        self.c_v = nn.Linear(C, C, bias=False)
+        self.c_proj = nn.Linear(C, C, bias=False)
+        self.value_table = self.value_gate = None
+        if layer in LayerRoles(config).values:
+            self.value_table = nn.Embedding(config.vocab_size, C)
+            self.value_gate = nn.Linear(GATE_CHANNELS, config.n_head, bias=False)
         self.scale = 0.12 if config.is_modern else None  # None is 1 / sqrt(D)
 
-    def split_heads(self, x):  # (B, T, C) to (B, H, T, D)
-        return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+    def split_heads(self, x):  # (B, T, C) to (B, T, H, D)
+        return x.unflatten(-1, (self.n_head, -1))
 
-    def forward(self, x, value, angles, visible, is_token, cache):  # (B, T, C), (B, T, C) or None
+    def forward(self, x, input_ids, angles, keeps, visible, cache):
+        """Return the output, (B, T, C).
+
+        x: (B, T, C). keeps: None, or which channels of a key do not come from the token before,
+        bool (B, T, 1, D). visible: bool (B, 1, T, S). cache: None, or a transformers cache.
+        """
         q = rotate(norm(self.split_heads(self.c_q(x))), angles)
-        k = norm(self.split_heads(self.c_k(x)))
-        if self.key_shift:  # shift keys to the right: zeros fill the gap and replace padding
-            k = k * is_token[:, None, :, None]
-            k = F.pad(k, (0, 0, self.key_shift, 0))[:, :, : k.size(2)]
-        k = rotate(k, angles)
+        k = rotate(norm(self.split_heads(self.c_k(x))), angles)
         v = self.split_heads(self.c_v(x))
-        if self.value_weights is not None:
-            v = self.value_weights[0] * v
-        if value is not None:
-            v = v + self.value_weights[1] * self.split_heads(value)
+        if keeps is not None:
+            k = torch.where(keeps, k, k.roll(1, dims=1))
+        if self.value_table is not None:
+            gate = 2 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, H)
+            v = v + gate[..., None] * self.split_heads(self.value_table(input_ids))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # (B, H, S, D)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.scale)
@@ -157,20 +177,23 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.attn = Attention(config, layer) if layer != config.no_attention else None
+        has_attention = layer != LayerRoles(config).skip_to
+        self.attn = Attention(config, layer) if has_attention else None
         self.mlp = MLP(config)
-        self.stream_weights = nn.Parameter(torch.ones(2)) if config.is_modern else None
+        self.input_weights = nn.Parameter(torch.ones(3)) if config.is_modern else None
 
-    def forward(self, x, x0, *attention):  # (B, T, C), (B, T, C)
-        if self.stream_weights is not None:
-            x = self.stream_weights[0] * x + self.stream_weights[1] * x0
+    def forward(self, x, x0, ngrams, saved, *attention):
+        """Return the next stream, (B, T, C). saved: what attention reads in place of x, or None."""
+        if self.input_weights is not None:
+            stream_weight, token_weight, ngram_weight = self.input_weights
+            x = stream_weight * x + token_weight * x0 + ngram_weight * ngrams
         if self.attn is not None:
-            x = x + self.attn(norm(x), *attention)
+            x = x + self.attn(norm(x if saved is None else saved), *attention)
         return x + self.mlp(norm(x))
 
 
 class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
-    """GPT or ModernGPT of train_gpt2.py. The embedding of GPT is also its output head."""
+    """GPT or ModernGPT of train_gpt2.py. The embedding is also the output head."""
 
     config_class = GPT2SpeedrunConfig
     _input_embed_layer = "wte"
@@ -179,20 +202,19 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        V, C, layers = config.vocab_size, config.n_embd, config.n_layer
-        self.wte = nn.Embedding(V, C)
-        self.ngrams = NgramTable(config) if config.max_ngram > 1 else None
-        tables = (nn.Embedding(V, C) for _ in range(config.value_embeddings))
-        self.value_tables = nn.ModuleList(tables)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(layers))
-        self.skip_weights = nn.Parameter(torch.ones(layers // 2)) if config.is_modern else None
-        self.lm_head = nn.Linear(C, V, bias=False) if config.is_modern else None
+        self.roles = LayerRoles(config)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.ngrams = NgramTable(config) if config.ngram_rows else None
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        if self.roles.skip_to is not None:
+            self.skip_weight = nn.Parameter(torch.ones(()))
+        if self.roles.backout is not None:
+            self.backout_weight = nn.Parameter(torch.ones(()))
         self.post_init()
 
     def logits(self, x):
         """Return float32 logits (B, T, V) of the last block's normalized output, (B, T, C)."""
-        head = self.lm_head if self.config.is_modern else self.wte
-        logits = F.linear(x, head.weight).float()
+        logits = F.linear(x, self.wte.weight).float()
         return 15 * torch.tanh(logits / 15) if self.config.is_modern else logits
 
     def generate(self, *arguments, **options):
@@ -233,31 +255,34 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         if config.sequence_length < S:
             raise ValueError(f"{S} tokens are more than sequence_length={config.sequence_length}")
         positions = torch.arange(past, S, device=input_ids.device)
-        angles = torch.outer(positions.float(), frequencies(config).to(positions.device))
+        rates = frequencies(config).to(positions.device)
+        angles = torch.outer(positions.float(), rates)
         if attention_mask is None:
             attention_mask = input_ids.new_ones(len(input_ids), S)
         is_token = attention_mask.bool()  # (B, S)
         long = short = visible_keys(is_token, len(positions))
+        places = is_token.cumsum(1) - 1  # the first token has place 0
         if config.window:
             blocks = (config.window + 127) // 128
-            nearby = [input_ids, is_token, config.document_token]
-            long = long & nearby_keys(*nearby, blocks)
-            short = short & nearby_keys(*nearby, max(1, blocks // 2))
+            long = long & nearby_keys(input_ids, places, config.document_token, blocks)
+            blocks = max(1, blocks // 2)
+            short = short & nearby_keys(input_ids, places, config.document_token, blocks)
+        keeps = (places == 0)[:, :, None, None] | (rates > 0).repeat(2)  # (B, S, 1, D)
         x = self.wte(input_ids)  # (B, T, C)
-        if config.is_modern:
-            x = norm(x)
-        if self.ngrams is not None:
-            x = x + self.ngrams(input_ids, is_token)
-        tables = [table(input_ids) for table in self.value_tables]
-        values = tables + [None] * (config.n_layer - 2 * len(tables)) + tables
-        x0, outputs = x, []
+        x = norm(x) if config.is_modern else x
+        ngrams = 0.0 if self.ngrams is None else self.ngrams(input_ids, is_token)
+        x0, skipped, saved = x, None, None
         for layer, block in enumerate(self.h):
-            mirror = config.n_layer - 1 - layer
-            if layer > mirror and config.is_modern:
-                x = x + self.skip_weights[mirror] * outputs[mirror]
-            visible = long if min(layer, mirror) % 4 == 0 else short
-            x = block(x, x0, values[layer], angles, visible, is_token, cache)
-            outputs.append(x)
+            if layer == self.roles.skip_to:
+                x = x + self.skip_weight * skipped
+            how = (keeps, long) if layer in self.roles.long else (None, short)
+            x = block(x, x0, ngrams, saved, input_ids, angles, *how, cache)
+            if layer == self.roles.skip_from:
+                skipped = x
+            if layer == self.roles.backout:
+                saved = x
+        if saved is not None:
+            x = x - self.backout_weight * saved
         logits = self.logits(norm(x[:, -logits_to_keep:]))
         loss = None
         if labels is not None:

@@ -34,7 +34,7 @@ with packages():
     from torch.utils.flop_counter import flop_registry
 
     import train_gpt2
-    from train_gpt2 import BLOCK
+    from train_gpt2 import BLOCK, LayerRoles
 
 FLOPS_SHARES = {  # of the peak FLOP/s
     "product": 0.7,  # large ones reached 0.78 to 0.81 on an H200; others reach less
@@ -98,18 +98,18 @@ class Clock(TorchDispatchMode):
 
     supports_higher_order_operators = True  # such as flex_attention
 
-    def __init__(self, gpu, vocab_size, world_size, visible):
+    def __init__(self, gpu, args, world_size, visible):
         super().__init__()
-        self.gpu, self.vocab_size, self.world_size = gpu, vocab_size, world_size
+        self.gpu, self.vocab_size, self.world_size = gpu, args.vocab_size, world_size
         self.visible = visible  # see visible_blocks
+        self.starts_long = 0 in LayerRoles(args.n_layer).long  # whether layer 0 has the long mask
         self.seconds = self.network_free_at = 0.0
         self.graph = None  # the compiled graph that is running, if any
         self.masks = {}  # its block masks, numbered in the order of their first use
         self.parts = ["other"]  # the current part and those around it, innermost last
         # Launches, bytes, flops and seconds of each part; "other" is the first row of the table.
         self.usage = defaultdict(Counter, other=Counter())
-        self.sent = []  # bytes of each all-reduce
-        self.network_seconds = 0.0  # that they take together
+        self.network = Counter()  # collectives, their bytes, and the seconds that they take
         self.coalesced = None  # bytes of the tensors that the next all-reduce sums together
 
     @classmethod
@@ -149,30 +149,21 @@ class Clock(TorchDispatchMode):
         self.graph = None
 
     def flex_attention(self, backward, args, out):
-        """Charge flex_attention. Layer 0 and the last one, which a graph begins with, see far."""
+        """Charge flex_attention. The last layer, with which backward begins, has the long mask."""
         B, H, T, D = args[0].shape
         indices = args[9 if backward else 4][3]  # of its block mask
+        visible = self.visible if backward or self.starts_long else self.visible[::-1]
         mask = self.masks.setdefault(indices, len(self.masks))
         tensors = [x for x in (*args, *out) if isinstance(x, torch.Tensor)]
-        flops = (5 if backward else 2) * 2 * B * H * T * D * BLOCK * self.visible[mask]
+        flops = (5 if backward else 2) * 2 * B * H * T * D * BLOCK * visible[mask]
         part = f"attention, {self.graph.kind}"
         self.launch(part, "attention", sum(tensor.nbytes for tensor in tensors), flops)
-
-    def embedding_bag(self, args, out):
-        """Charge the lookup of n-grams, or its backward, which fills a gradient of all rows."""
-        values, rows = args[:2]  # the table, or the gradients of the sums
-        result = out if isinstance(out, torch.Tensor) else out[0]
-        row_bytes = values.element_size() * values.size(1)
-        self.launch("n-grams", "triton", result.nbytes + rows.numel() * row_bytes, 0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.__name__.startswith("flex_attention"):
             self.flex_attention("backward" in func.__name__, args, out)
-            return out
-        if "embedding_bag" in func.__name__:
-            self.embedding_bag(args, out)
             return out
         flops_of = flop_registry.get(func.overloadpacket)
         if self.graph and not flops_of:
@@ -200,10 +191,9 @@ class Clock(TorchDispatchMode):
 
     def start_all_reduce(self, size):
         """Start to sum `size` bytes over the ranks; return its work."""
-        self.sent.append(size)
         traffic = 2 * (self.world_size - 1) / self.world_size * size
         seconds = COLLECTIVE_LAUNCH + traffic / self.gpu.bus
-        self.network_seconds += seconds
+        self.network.update(collectives=1, bytes=size, seconds=seconds)
         end = self.network_free_at = max(self.network_free_at, self.seconds) + seconds
         return SimpleNamespace(
             wait=lambda: self.spend("communication", max(0.0, end - self.seconds))
@@ -226,8 +216,8 @@ class Clock(TorchDispatchMode):
         work.wait = self.start_all_reduce(sum(self.coalesced)).wait
         self.coalesced = None
 
-    def time_step(self, run, inputs, targets):
-        """Run train_gpt2.train_step on rank 0 of world_size."""
+    def time_steps(self, run, inputs, targets):
+        """Run train_step on rank 0 of world_size up to AdamW's next update; average over steps."""
         is_initialized = lambda: self.world_size > 1  # noqa: E731
         with (
             mock.patch.multiple(dist, is_initialized=is_initialized, all_reduce=self.all_reduce),
@@ -235,14 +225,19 @@ class Clock(TorchDispatchMode):
             in_ranges(parts_of_step(run), self.within),
             self,
         ):
-            train_gpt2.train_step(run, inputs, targets)
+            for _ in range(run.args.adamw_every):
+                train_gpt2.train_step(run, inputs, targets)
+                run.step += 1
+        for amounts in (*self.usage.values(), self.network):
+            for name in amounts:
+                amounts[name] /= run.args.adamw_every
 
 
 def planned(args, gpu, world_size, token_files=""):
     """Return (clock, memory, run, graphs) of a step on rank 0. memory: {use: bytes} at the peak."""
     gpu_compiler.chosen.gpu = gpu
     visible = visible_blocks(args, read_sequences(args, token_files))
-    new_clock = functools.partial(Clock, gpu, args.vocab_size, world_size, visible)
+    new_clock = functools.partial(Clock, gpu, args, world_size, visible)
     clock = new_clock()
     with (
         mock.patch.object(train_gpt2, "get_world_size", lambda: world_size),
@@ -251,15 +246,18 @@ def planned(args, gpu, world_size, token_files=""):
         gpu_compiler.show_progress("counting the operations of a step")
         sequences = args.batch_size // world_size
         inputs = torch.zeros(sequences, args.sequence_length, dtype=torch.int64, device="cuda")
-        for _ in range(2):  # the first step creates the optimizers' states
+        for _ in range(2):  # the first update creates the optimizers' states
             clock = new_clock()
-            clock.time_step(run, inputs, inputs.clone())
+            clock.time_steps(run, inputs, inputs.clone())
     weights = sum(p.nbytes for p in run.model.parameters())
-    matrices = sum(p.numel() for p in train_gpt2.params_of(run.optimizers[0]))
+    muon = train_gpt2.params_of(run.optimizers[0])
+    matrices = sum(p.numel() for p in muon)
     states = tree_leaves([optimizer.state_dict()["state"] for optimizer in run.optimizers])
     peak = max(graph.peak_bytes for graph in graphs[1:])  # includes new gradients
     if sequences > run.micro_batch:
         peak += weights  # gradients of earlier micro-batches
+    elif args.adamw_every > 1:
+        peak += weights - sum(p.nbytes for p in muon)  # gradients of earlier steps
     updates = 2 * matrices  # Muon holds all of them in bfloat16
     memory = {"weights": weights, "optimizer states": sum(state.nbytes for state in states)}
     memory["activations and gradients"] = max(peak, weights + updates)
@@ -271,7 +269,7 @@ def page(run, device, clock, memory):
     step = sum(clock.usage.values(), Counter())
     rows = []
     for part, used in [*clock.usage.items(), ("step", step)]:
-        row = [part, f"{used['launches']}", f"{used['bytes'] / 1e9:.1f}"]
+        row = [part, f"{used['launches']:g}", f"{used['bytes'] / 1e9:.1f}"]
         row += [f"{used['flops'] / 1e12:.2f}", f"{1000 * used['seconds']:.2f}"]
         rows.append([*row, f"{used['seconds'] / step['seconds']:.1%}"])
     args = run.args
@@ -279,22 +277,28 @@ def page(run, device, clock, memory):
     waited = clock.usage["communication"]["seconds"]
     model_flops = step["flops"] - clock.usage["Newton-Schulz"]["flops"]
     uses = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
-    gpu = clock.gpu
+    gpu, network = clock.gpu, clock.network
+    every = f"Figures are means of {args.adamw_every} steps, the last with an update of AdamW.\n"
+    every = every if args.adamw_every > 1 else ""
+    long, short = clock.visible
+    windows = f"A query sees {long:.2f} blocks of {BLOCK} keys in the layers with the long window, "
+    windows = windows + f"{short:.2f} in the others.\n" if args.window else ""
     dtype = str(gpu.dtype).removeprefix("torch.")
     return f"""\
 Planned, not measured: a step on {clock.world_size} x {device}, \
 {micro_batches} x {run.micro_batch} sequences on each.
 {device}: {gpu.flops / 1e12:g} TFLOP/s in {dtype}, memory {gpu.bandwidth / 1e9:g} GB/s, \
 bus {gpu.bus / 1e9:g} GB/s ({gpu.source}).
-
+{every}
 {markdown(["part", "launches", "GB", "TFLOP", "ms", "share"], rows)}
 
 Training: {args.num_iterations} steps in {step["seconds"] * args.num_iterations / 60:.1f} minutes. \
 MFU: {model_flops / step["seconds"] / gpu.flops:.1%}.
 Peak memory: {sum(memory.values()) / 1e9:.1f} GB ({uses}).
-Collectives of a step: {len(clock.sent)} all_reduce, {sum(clock.sent) / 1e6:.1f} MB in total. \
-They take {1000 * clock.network_seconds:.2f} ms. The GPU waits for {1000 * waited:.2f} ms of it, \
-before and after Muon's Newton-Schulz, which hides the rest.
+{windows}\
+Collectives of a step: {network["collectives"]:g} all_reduce, {network["bytes"] / 1e6:.1f} MB in \
+total. They take {1000 * network["seconds"]:.2f} ms. The GPU waits for {1000 * waited:.2f} ms of \
+it, before and after Muon's Newton-Schulz, which hides the rest.
 Host: train_step reads nothing from the GPU (here, a read fails, because tensors have no values).
 
 Not modelled: which kernel configurations autotuning picks, the speed of cuBLAS and cuDNN at these

@@ -9,6 +9,7 @@ and no checkpoint.
 
 import contextlib
 import dataclasses
+import math
 import re
 import sys
 from pathlib import Path
@@ -23,7 +24,8 @@ from torch.profiler import profile, record_function
 sys.path.insert(0, str(ROOT))
 import train_gpt2
 
-WARM_UP, PROFILED = 2, 3  # steps; the first one creates the optimizers' states
+# Steps, rounded up to a multiple of adamw_every. The first ones create the optimizers' states.
+WARM_UP, PROFILED = 2, 3
 COUNTED = {  # patterns of the profiler's events
     "collectives": "c10d::",
     "reads of device tensors by Python": "host read$",
@@ -125,24 +127,26 @@ def take_steps(run, count, range_of=record_function):
 def main(args, stop):
     """Profile steps of a run, in this process or in torchrun's."""
     run = train_gpt2.set_up(args, stop)
+    every = args.adamw_every
+    warm_up, profiled = (math.ceil(steps / every) * every for steps in (WARM_UP, PROFILED))
     # Do not validate or save, and let even a short run take all steps.
-    steps = max(args.num_iterations, WARM_UP + 2 * PROFILED + 1)
+    steps = max(args.num_iterations, warm_up + 2 * profiled + 1)
     changes = dict(num_iterations=steps, val_loss_every=0, save_every=0)
     run.args = dataclasses.replace(args, **changes)
     if args.compile:
         with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
             train_gpt2.compile_model(run)
-    take_steps(run, WARM_UP)
+    take_steps(run, warm_up)
     range_of = synchronized_range if run.device.type == "cuda" else record_function
-    ms_per_step, _ = take_steps(run, PROFILED, range_of)
-    _, profiler = take_steps(run, PROFILED)  # does not wait for the GPU, so the trace shows overlap
+    ms_per_step, _ = take_steps(run, profiled, range_of)
+    _, profiler = take_steps(run, profiled)  # does not wait for the GPU, so the trace shows overlap
     folder = Path(args.log_dir, f"profile_{run.folder.name}")
     folder.mkdir(parents=True, exist_ok=True)
     rank = train_gpt2.get_rank()
     profiler.export_chrome_trace(str(folder / f"trace_rank{rank}.json.gz"))
     if rank == 0:
         print(
-            f"\nMean time of {PROFILED} steps of {args.batch_size * args.sequence_length:,} tokens "
+            f"\nMean time of {profiled} steps of {args.batch_size * args.sequence_length:,} tokens "
             "on rank 0. A part includes the parts that it calls, and waits for the GPU at both "
             "ends.\n"
         )
@@ -156,10 +160,10 @@ def main(args, stop):
         rows = profiler.key_averages()
         for name, pattern in COUNTED.items():
             count = sum(row.count for row in rows if re.match(pattern, row.key))
-            print(f"{count / PROFILED:>6.3g} {name}")
+            print(f"{count / profiled:>6.3g} {name}")
         order = f"self_{run.device.type}_time_total"
         table = rows.table(order, row_limit=15, max_name_column_width=60)
-        print(f"\ntorch.profiler's table of {PROFILED} steps:\n\n{table}")
+        print(f"\ntorch.profiler's table of {profiled} steps:\n\n{table}")
         print(f"traces, for https://ui.perfetto.dev: {folder}", flush=True)
     train_gpt2.leave_ranks()
 

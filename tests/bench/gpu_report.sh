@@ -8,8 +8,8 @@
 #      plan          prediction of records/tools/plan.py for the default settings on an H200
 #      profile       measured parts of a step (records/tools/step_profile.py), compared to the plan
 #      default       40 steps of the default settings: cold start, then 15 steps with a warm cache
-#   2  record21      RECORD21_STEPS steps of --preset=record21 (default 400, about 157M tokens), then
-#                    as many tokens of the default settings
+#   2  modern        MODERN_STEPS steps of --preset=modern (default 400, about 105M tokens), then as
+#                    many tokens of the default settings
 #   3  plain         a step against the plain implementation; memory at device_batch_size 64
 #      muon          tests/bench/bench_muon.py
 #      resume        killed and resumed: bit-identical?
@@ -25,7 +25,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: bash tests/bench/gpu_report.sh DIR [PART ...]}
 shift
-parts=" environment plan profile default record21 plain muon tests resume levers run "
+parts=" environment plan profile default modern plain muon tests resume levers run "
 for part in "$@"; do
     [[ $parts == *" $part "* ]] || { echo "$part is not a part: give some of$parts" >&2; exit 1; }
 done
@@ -84,12 +84,12 @@ default() {
         --val_loss_every=0
     train default_warm train_gpt2.py 15 "${default[@]}" --val_loss_every=0
 }
-record21() {
-    local steps=${RECORD21_STEPS:-400}
-    train record21 train_gpt2.py "$steps" --preset=record21 "${data[@]}" \
+modern() {
+    local steps=${MODERN_STEPS:-400}
+    train modern train_gpt2.py "$steps" --preset=modern "${data[@]}" \
         --val_tokens=983040 --val_loss_every=$((steps / 4))
-    # A step of the default settings has 4 / 3 as many tokens.
-    train record7 train_gpt2.py $((steps * 3 / 4)) "${default[@]}" --val_loss_every=$((steps / 4))
+    # A step of the default settings has twice as many tokens.
+    train record7 train_gpt2.py $((steps / 2)) "${default[@]}" --val_loss_every=$((steps / 4))
 }
 plain() {
     run_part plain "$python" tests/bench/bench_step.py plain "${default[@]}" --rounds=5 --steps=1 \
