@@ -385,15 +385,17 @@ LOGIT_SOFTCAP = 15.0
 
 
 class LayerRoles:
-    """Which layers, counted from 0, do more than the others. n: the number of layers.
+    """Which layers do more than the others. n: the number of layers, which are counted from 0.
 
-    For 11 layers, they are those of the public records, which the comments give.
+    The comments give the layers for n = 11, which are those of the public records. In models with
+    few layers, nearly all of them have several roles.
     """
 
     def __init__(self, n):
         self.values = {1, 2, n - 3, n - 2, n - 1}  # 1, 2, 8, 9, 10: have value embeddings
-        self.long = {n // 3, n - 1}  # 3, 10: have the long window, and offset keys
-        self.backout = 2 * n // 3  # 7: later attention reads its output; it is removed at the end
+        self.long = {n // 3, n - 1}  # 3, 10: have the long window and offset keys
+        # 7: the attention of later layers reads its output, which is subtracted at the end.
+        self.backout = max(0, min(2 * n // 3, n - 2))
         self.skip_from = n // 3  # 3: its output is added to the input of skip_to
         # 6: has no attention. Models with few layers have no such layer.
         self.skip_to = (n + 1) // 2 if n >= 8 else None
@@ -403,8 +405,8 @@ class ModernAttention(CausalSelfAttention):
     """Attention with rotary positions on half of the channels.
 
     In some layers (see LayerRoles), a table adds an embedding of the token to each value, and the
-    channels of a key that hold no position come from the token before. A query can then find the
-    token after an earlier copy of its own token.
+    channels of a key that hold no position come from the token before, even if that belongs to
+    another document. A query can then find the token after an earlier copy of its own token.
     """
 
     def __init__(self, args, layer, dtype):
@@ -504,7 +506,7 @@ class ModernBlock(nn.Module):
     def forward(self, x, x0, ngrams, saved, tokens, mask):
         """Return the next stream, (B, T, C), like x, x0, ngrams and saved.
 
-        saved: what attention reads in place of x, or None.
+        saved: what attention and its gate read in place of x, or None.
         """
         stream_weight, token_weight, ngram_weight = self.input_weights
         x = stream_weight * x + token_weight * x0 + ngram_weight * ngrams
@@ -581,7 +583,7 @@ class ModernGPT(nn.Module):
         self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
         self.h = nn.ModuleList(ModernBlock(args, layer, dtype) for layer in range(args.n_layer))
         if self.roles.skip_to is not None:
-            self.skip_weight = nn.Parameter(torch.tensor(0.18))
+            self.skip_weight = nn.Parameter(torch.tensor(0.18))  # sigmoid(-1.5)
         self.backout_weight = nn.Parameter(torch.tensor(0.5))
         self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
         nn.init.zeros_(self.lm_head.weight)
@@ -879,20 +881,20 @@ def new_muon_state(p, group):
     if group["beta2"]:
         M, N = p.flatten(1).shape
         shape = (M, 1) if M >= N else (1, N)
-        state["row_squares"] = torch.zeros(shape, device=p.device)  # float32
+        state["row_squares"] = torch.zeros(shape, dtype=p.dtype, device=p.device)
     return state
 
 
 def equalize_rows(update, average, beta2):
     """Divide the rows of an update by moving averages of their sizes, and keep its norm.
 
-    update: (M, N), changed in place. average: of the mean squares of the rows, (M, 1) float32,
-    updated in place; of the columns, (1, N), if M < N. Source: NorMuon (see Muon).
+    update: (M, N), changed in place. average: of the mean squares of the rows, (M, 1), updated in
+    place; of the columns, (1, N), if M < N. Source: NorMuon (see Muon).
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
-    average.lerp_(squares, 1 - beta2)
-    scale = average.clamp(min=1e-10).rsqrt()
+    average.lerp_(squares.type_as(average), 1 - beta2)
+    scale = average.float().clamp(min=1e-10).rsqrt()
     norm_ratio = (squares.sum() / (squares * scale.square()).sum().clamp(min=1e-20)).sqrt()
     update.mul_(scale * norm_ratio)
 
@@ -1129,8 +1131,7 @@ def gpt2_optimizers(model, args, muon_options):
 def modern_optimizers(model, args, muon_options):
     """Return the optimizers of the modern model: Muon, AdamW, and Adagrad for the n-gram table.
 
-    The betas of AdamW, the ratio of the rates of heads and scalars, and the options of Muon are
-    those of record 62.
+    The betas of AdamW, and beta2 and the decay of Muon, are those of record 62.
     """
     attention = [block.attn for block in model.h if block.attn is not None]
     with_values = [attn for attn in attention if attn.value_table is not None]
@@ -1147,9 +1148,9 @@ def modern_optimizers(model, args, muon_options):
         dict(params=gates, lr=args.learning_rate, betas=(0.9, 0.99)),
         dict(params=scalars, lr=0.04, betas=(0.9, 0.99)),
     ]
-    muon_options |= dict(weight_decay=args.muon_weight_decay, beta2=0.95, cautious=True)
+    options = dict(weight_decay=args.muon_weight_decay, beta2=0.95, cautious=True)
     optimizers = [
-        Muon(matrices, args.muon_learning_rate, **muon_options),
+        Muon(matrices, args.muon_learning_rate, **options, **muon_options),
         torch.optim.AdamW(adamw_groups, eps=1e-10, weight_decay=0, fused=True),
     ]
     if uses_adagrad:

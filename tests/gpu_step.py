@@ -26,8 +26,8 @@ from gpu_compiler import FOLDER, GPUS, on_gpu
 import train_gpt2
 from train_gpt2 import BLOCK
 
-# Few layers at full width, on 8 sequences of 1,024 tokens. In four layers of the modern model, both
-# masks are short and long in turn, and the last attention reads a saved input.
+# Few layers at full width, on 8 sequences of 1,024 tokens. In the modern model, their windows are
+# short and long in turn, and the last attention reads a saved input.
 SIZES = ["--batch_size=8", "--device_batch_size=8", "--sequence_length=1024"]
 PRESETS = {"record7": ["--n_layer=2"], "modern": ["--n_layer=4"]}
 SMALL = dict(n_embd=32, n_head=1, vocab_size=64, device_batch_size=2)

@@ -17,8 +17,8 @@ from torch import nn
 # reads its output. skip: (from, to); the second one has no attention.
 ROLES = {
     1: dict(values=[0], long=[0], saved=0, skip=None),
-    2: dict(values=[0, 1], long=[0, 1], saved=1, skip=None),
-    3: dict(values=[0, 1, 2], long=[1, 2], saved=2, skip=None),
+    2: dict(values=[0, 1], long=[0, 1], saved=0, skip=None),
+    3: dict(values=[0, 1, 2], long=[1, 2], saved=1, skip=None),
     4: dict(values=[1, 2, 3], long=[1, 3], saved=2, skip=None),
     8: dict(values=[1, 2, 5, 6, 7], long=[2, 7], saved=5, skip=(2, 4)),
     9: dict(values=[1, 2, 6, 7, 8], long=[3, 8], saved=6, skip=(3, 5)),
@@ -128,7 +128,6 @@ class PlainModern(nn.Module):
             self.skip_weight = nn.Parameter(torch.zeros(()))
         self.backout_weight = nn.Parameter(torch.zeros(()))
         self.lm_head = nn.Linear(args.n_embd, args.vocab_size, bias=False)
-        self.wte.weight = self.lm_head.weight
 
     def ngram_embeddings(self, inputs):
         args, sums = self.args, []
@@ -187,14 +186,14 @@ class PlainTraining:
 
     def adamw_options(self, name, p):
         """Return the learning rate and both betas of a parameter."""
-        if name in ("wte.weight", "lm_head.weight"):
+        if name == "lm_head.weight":
             return self.args.learning_rate, 0.5, 0.95
-        if "value_table" in name or "ngrams" in name:
+        if name in ("wte.weight", "ngrams.weight") or "value_table" in name:
             return self.args.embedding_learning_rate, 0.75, 0.95
         if "value_gate" in name:
             return self.args.learning_rate, 0.9, 0.99
         assert p.ndim < 2, name
-        return 5 * self.args.learning_rate, 0.9, 0.99
+        return 0.04, 0.9, 0.99
 
     @torch.no_grad()
     def update(self):
@@ -216,7 +215,7 @@ class PlainTraining:
         root = self.args.n_embd**0.5
         rate = scale * self.args.muon_learning_rate * root  # 0.03 in the public code, or 0.023
         decay = scale * self.args.muon_weight_decay / root  # 1.2 times that rate
-        rate *= 2 if "mlp.c_fc" in name else 4 if "mlp.c_proj" in name else 1
+        shape_factor = 2 if "mlp" in name else 1
         average, squares = self.state[p]
         average += (1 - momentum) * (p.grad - average)
         update = plain_newton_schulz(p.grad.lerp(average, momentum), dtype=torch.float32)
@@ -229,7 +228,7 @@ class PlainTraining:
         update = update * length / update.norm()
         update = update.bfloat16().float()  # as it is sent to other ranks
         same_sign = (update > 0) & (p > 0) | (update < 0) & (p < 0)
-        p -= rate * update + rate * decay * p * same_sign
+        p -= rate * shape_factor * update + rate * decay * p * same_sign
 
     def adamw_update(self, name, p, scale):
         """Apply AdamW without decay. p.grad is the sum of the steps since the last update."""

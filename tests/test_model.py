@@ -22,6 +22,7 @@ from conftest import (
     validations,
 )
 from plain import PlainGPT, plain_optimizers, plain_step
+from plain26 import ngram_rows, offset
 from torch import nn
 
 import train_gpt2
@@ -92,6 +93,28 @@ def test_activations_have_the_chosen_dtype_and_all_else_is_float32(dtype):
     assert len(seen) == args.n_layer * 9 and set(seen) == {getattr(torch, dtype)}
     others = [loss, *gpt.parameters(), *gradients(gpt).values(), *gpt.buffers()]
     assert {tensor.dtype for tensor in others} == {torch.float32}
+
+
+@both_dtypes
+@pytest.mark.parametrize("ngram_learning_rate", [0.03, 0.0])
+def test_tables_of_the_modern_model_have_its_dtype(ngram_learning_rate, dtype):
+    """Except that of n-grams if Adagrad trains it."""
+    settings = {**MODERN, "ngram_learning_rate": ngram_learning_rate}
+    gpt, args = make_model(dtype, **settings)
+    seen = []
+    for module in gpt.modules():
+        if isinstance(module, (train_gpt2.CastedLinear, train_gpt2.Rotary, train_gpt2.ModernBlock)):
+            module.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    gpt(*make_batch(args)).backward()
+    assert len(seen) > args.n_layer * 9 and set(seen) == {getattr(torch, dtype)}
+    tables = {name for name, p in gpt.named_parameters() if p.dtype == torch.bfloat16}
+    expected = {"wte.weight", *(f"h.{layer}.attn.value_table.weight" for layer in range(2))}
+    if ngram_learning_rate == 0:
+        expected.add("ngrams.weight")
+    assert tables == (expected if dtype == "bfloat16" else set())
+    assert gpt.ngrams.weight.grad.is_sparse == (ngram_learning_rate > 0)
+    others = {p.dtype for name, p in gpt.named_parameters() if name not in tables}
+    assert others == {torch.float32}
 
 
 @both_dtypes
@@ -176,28 +199,15 @@ def test_without_counting_targets_the_loss_is_zero(dtype):
 
 
 # ---- The n-gram table ----------------------------------------------------------------------------
-def make_table(longest, rows=101, dropout=0.0):
+def make_table(longest, rows=101, dropout=0.0, ngram_learning_rate=0.03, dtype=torch.float32):
     torch.manual_seed(0)
-    size = dict(max_ngram=longest, ngram_rows=rows, n_embd=12)
-    args = Hyperparameters(model="modern", ngram_dropout=dropout, **size)
-    table = NgramTable(args)
+    args = Hyperparameters(
+        model="modern", max_ngram=longest, ngram_rows=rows, n_embd=12, ngram_dropout=dropout,
+        ngram_learning_rate=ngram_learning_rate,
+    )  # fmt: skip
+    table = NgramTable(args, dtype)
     nn.init.normal_(table.weight)
     return table
-
-
-def rows_by_python(tokens, place, longest, rows=101):
-    """Return the table rows of a position, in Python's integers, wrapped to 64 bits.
-
-    The hash starts with the token itself and becomes hash * 1000003 + earlier token + 1 for each
-    earlier token. Tokens before the first one count as 0.
-    """
-    found, value = [], tokens[place]
-    for distance in range(1, longest):
-        earlier = tokens[place - distance] if place >= distance else 0
-        value = value * 1000003 + earlier + 1
-        value = (value + 2**63) % 2**64 - 2**63
-        found.append(value % rows)
-    return found
 
 
 @pytest.mark.parametrize("longest, vocab_size", [(2, 5), (3, 257), (7, 50304)])
@@ -208,7 +218,7 @@ def test_a_position_gets_the_rows_of_its_last_tokens(longest, vocab_size):
     assert out.shape == (3, 11, 12)
     for b, tokens in enumerate(inputs.tolist()):
         for place in range(11):
-            rows = rows_by_python(tokens, place, longest)
+            rows = ngram_rows(tokens, place, longest, 101)
             torch.testing.assert_close(out[b, place], table.weight[rows].sum(0))
 
 
@@ -216,9 +226,44 @@ def test_a_gradient_has_only_the_rows_that_were_used():
     gpt, args = make_model(**MODERN)
     inputs, targets = make_batch(args, rows=1)
     gpt(inputs, targets).backward()
-    rows = {row for i in range(16) for row in rows_by_python(inputs[0].tolist(), i, 4, 997)}
+    rows = {row for i in range(16) for row in ngram_rows(inputs[0].tolist(), i, 4, 997)}
     gradient = gpt.ngrams.weight.grad
     assert gradient.is_sparse and set(gradient.coalesce().indices()[0].tolist()) == rows
+
+
+def test_a_sparse_and_a_dense_gradient_are_equal():
+    """Adagrad takes sparse gradients, AdamW dense ones."""
+    inputs = torch.randint(256, (2, 32))
+    found = []
+    for ngram_learning_rate in 0.03, 0.0:
+        table = make_table(3, 97, 0.5, ngram_learning_rate)
+        table(inputs).square().sum().backward()
+        found.append(table.weight.grad)
+    sparse, dense = found
+    assert sparse.is_sparse and not dense.is_sparse
+    torch.testing.assert_close(sparse.to_dense(), dense)
+
+
+def test_which_optimizer_trains_the_ngrams():
+    for ngram_learning_rate, kind in (0.03, torch.optim.Adagrad), (0.0, torch.optim.AdamW):
+        gpt, args = make_model(**{**MODERN, "ngram_learning_rate": ngram_learning_rate})
+        (owner,) = (
+            optimizer
+            for optimizer in build_optimizers(gpt, args)
+            if any(p is gpt.ngrams.weight for p in train_gpt2.params_of(optimizer))
+        )
+        assert type(owner) is kind
+        before = gpt.ngrams.weight.detach().clone()
+        take_step(gpt, build_optimizers(gpt, args), *make_batch(args), args)
+        assert not torch.equal(gpt.ngrams.weight, before)
+
+
+def test_without_rows_there_are_no_ngrams():
+    gpt, args = make_model(**{**MODERN, "ngram_rows": 0})
+    assert gpt.ngrams is None
+    names = [type(optimizer).__name__ for optimizer in build_optimizers(gpt, args)]
+    assert names == ["Muon", "AdamW"]
+    assert gpt(*make_batch(args)).isfinite()
 
 
 def test_dropout_keeps_its_fraction_of_the_ngrams_and_scales_them_up():
@@ -244,22 +289,24 @@ def test_dropout_depends_on_the_sequence_alone():
     assert 0.6 < changed.float().mean() < 0.9  # 3/4 if the two masks are independent
 
 
-# ---- Key shift and defaults ----------------------------------------------------------------------
-def test_a_shifted_key_belongs_to_a_later_value():
-    gpt, _ = make_model(model="modern", key_shift=2)
-    attn = gpt.h[0].attn
-    x = torch.randn(3, 16, 16)
-    q = attn.rotary(norm(attn.split_heads(attn.c_q(x))))
-    k = norm(attn.split_heads(attn.c_k(x)))
-    k = torch.cat([torch.zeros_like(k[:, :2]), k[:, :-2]], dim=1)
+# ---- Keys and defaults --------------------------------------------------------------------------
+@pytest.mark.parametrize("layer, is_long", [(0, False), (1, True), (2, False), (3, True)])
+def test_a_key_holds_the_token_before_in_its_channels_without_position(layer, is_long):
+    """In the layers with the long window."""
+    gpt, _ = make_model(**MODERN | {"n_layer": 4})
+    attn = gpt.h[layer].attn
+    x, tokens = torch.randn(3, 16, 16), torch.randint(64, (3, 16))
+    q, k = (attn.rotary(norm(attn.split_heads(linear(x)))) for linear in (attn.c_q, attn.c_k))
+    if is_long:
+        k = offset(k)
     v = attn.split_heads(attn.c_v(x))
-    q, k, v = (x.transpose(1, 2) for x in (q, attn.rotary(k), v))
+    if layer > 0:  # the gates are 1 at first
+        v = v + attn.split_heads(attn.value_table(tokens))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = 0.12 * q @ k.mT
     scores = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)
-    expected = attn.c_proj(
-        (scores.softmax(-1) @ (attn.value_weights[0] * v)).transpose(1, 2).flatten(2)
-    )
-    torch.testing.assert_close(attn(x, None, None), expected)
+    expected = attn.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attn(x, tokens, None), expected)
 
 
 def test_by_default_the_model_is_that_of_record_7():
@@ -451,10 +498,12 @@ def test_a_compiled_model_is_the_eager_one_in_two_graphs(backend, dtype, setting
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+# AdamW acts in every second step.
 WINDOWS = dict(
-    model="modern", n_layer=4, value_embeddings=1, window=512, document_token=3, no_attention=2,
+    model="modern", n_layer=4, window=512, document_token=3, ngram_rows=499, adamw_every=2,
     sequence_length=256, batch_size=8, num_iterations=8, muon_warmup_fraction=0.5, final_lr=0.1,
-    learning_rate=0.008, embedding_learning_rate=0.3, muon_learning_rate=0.01, val_tokens=256,
+    muon_cooldown_fraction=0.25, learning_rate=0.008, embedding_learning_rate=0.3,
+    muon_learning_rate=0.01, muon_weight_decay=1.0, val_tokens=256, val_loss_every=4,
     allow_repeat=True,
 )  # fmt: skip
 
@@ -469,7 +518,7 @@ def test_ranks_train_alike_and_resume_to_the_bit(settings, dtype, tiny, tmp_path
     for losses in others:
         assert losses == pytest.approx(alone, abs=tolerance)
     fields |= {"run_id": "part", "resume": "auto"}
-    script = faulty_script(tmp_path, "os.kill(os.getpid(), 9)", "step == 4 and first_step == 0")
+    script = faulty_script(tmp_path, "os.kill(os.getpid(), 9)", "step == 5 and first_step == 0")
     assert run_forked(fields, 2, script).returncode == -signal.SIGKILL
     assert "\nresume=auto: continuing after step 4\n" in trained(fields, 2, script)
     last = checkpoints(tmp_path / "logs" / "w2")[-1]

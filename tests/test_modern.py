@@ -49,7 +49,7 @@ def make_model(dtype="float32", **changes):
         for name, p in model.named_parameters():
             if p.ndim < 2:
                 p.add_(0.2 * torch.randn_like(p))
-            elif name in ("wte.weight", "ngrams.weight") or "value" in name:
+            elif name in ("lm_head.weight", "ngrams.weight") or "value" in name:
                 nn.init.normal_(p, std=0.3)
             elif "c_proj" in name:
                 nn.init.normal_(p, std=0.1)
@@ -175,6 +175,7 @@ MODEL_FAULTS = {
         'self.mlp["c_fc"](norm(x if saved is None else saved))',
     ),
     "another output is saved": ("saved=6", "saved=5"),
+    "no gradient through the saved output": ("    saved = x\n", "    saved = x.detach()\n"),
     "no backout": ("x = x - self.backout_weight", "x = x - 0 * self.backout_weight"),
     "backout is added": ("x = x - self.backout_weight", "x = x + self.backout_weight"),
     "no skip": (f"x = x + self.skip_weight * {SKIP}", "x = x + 0 * self.skip_weight"),
@@ -185,8 +186,8 @@ MODEL_FAULTS = {
     ),
     "n-grams only in the first layer": ("(x, x0, ngrams,", "(x, x0, ngrams * (layer == 0),"),
     "no n-grams": ("(x, x0, ngrams,", "(x, x0, ngrams * 0,"),
-    "n-grams of two tokens only": ("self.ngrams.weight[rows].sum(2)", "self.ngrams.weight[rows[..., 0]]"),
-    "n-grams in another order": ("value = value * 1000003 + earlier", "value = earlier * 1000003 + value"),
+    "n-grams of two tokens only": ("weight[rows].sum(2)", "weight[rows[..., 0]]"),
+    "n-grams in another order": ("value * 1000003 + earlier", "earlier * 1000003 + value"),
     "n-grams with another weight": ("self.input_weights[2] *", "self.input_weights[1] *"),
     "no token embeddings": ("(x, x0, ngrams,", "(x, 0 * x0, ngrams,"),
     "the stream has no weight": ("self.input_weights[0] * x", "self.input_weights[0] * 0 + x"),
@@ -250,7 +251,7 @@ def first_departure(history, module, n_layer, length):
         loss.backward()
         training.update()
         changes = [(p - q).norm() / q.norm() for p, q in zip(ours, plain.parameters())]
-        if abs(loss.item() - our_loss) > 1e-4 or max(changes) > 2e-3:
+        if abs(loss.item() - our_loss) > 5e-5 or max(changes) > 5e-3:
             return step
     return None
 
@@ -262,7 +263,7 @@ def test_a_run_follows_the_plain_training_step_by_step(n_layer, length):
 
 
 GATE_OPTIONS = "return self.args.learning_rate, 0.9, 0.99"
-SCALAR_OPTIONS = "return 5 * self.args.learning_rate, 0.9, 0.99"
+SCALAR_OPTIONS = "return 0.04, 0.9, 0.99"
 TABLE_OPTIONS = "return self.args.embedding_learning_rate, 0.75, 0.95"
 TRAINING_FAULTS = {
     "AdamW in every step": ("is_due = self.step % self.args.adamw_every == 0", "is_due = True"),
@@ -273,10 +274,13 @@ TRAINING_FAULTS = {
     ),
     "AdamW's bias is corrected by all steps": ("adamw_steps += is_due", "adamw_steps += 1"),
     "the rate of the gates": (GATE_OPTIONS, GATE_OPTIONS.replace("return", "return 5 *")),
-    "the rate of the scalars": (SCALAR_OPTIONS, SCALAR_OPTIONS.replace("5 *", "")),
+    "the rate of the scalars": (SCALAR_OPTIONS, SCALAR_OPTIONS.replace("0.04", "0.03")),
     "the rate of the tables": ("return self.args.embedding_learning_rate", "return 0.05"),
-    "beta1 of the embedding": ("0.5, 0.95", "0.75, 0.95"),
-    "beta2 of the embedding": ("0.5, 0.95", "0.5, 0.99"),
+    "beta1 of the head": ("0.5, 0.95", "0.75, 0.95"),
+    "beta2 of the head": ("0.5, 0.95", "0.5, 0.99"),
+    "token embeddings in the group of the head": (
+        'if name == "lm_head.weight"', 'if name in ("wte.weight", "lm_head.weight")'
+    ),
     "beta1 of the tables": ("0.75, 0.95", "0.9, 0.95"),
     "beta2 of the tables": ("0.75, 0.95", "0.75, 0.99"),
     "the betas of the gates": (GATE_OPTIONS, GATE_OPTIONS.replace("0.9, 0.99", "0.75, 0.95")),
@@ -284,8 +288,8 @@ TRAINING_FAULTS = {
     "no warm-up": ("min(rise, fall, 1)", "min(fall, 1)"),
     "no cooldown": ("min(rise, fall, 1)", "min(rise, 1)"),
     "no Nesterov momentum": ("p.grad.lerp(average, momentum)", "average"),
-    "the rate of mlp.c_fc": ('2 if "mlp.c_fc"', '1 if "mlp.c_fc"'),
-    "the rate of mlp.c_proj": ('4 if "mlp.c_proj"', '2 if "mlp.c_proj"'),
+    "one rate for all shapes": ('2 if "mlp" in name', '1 if "mlp" in name'),
+    "mlp.c_proj is not rescaled": ('2 if "mlp" in name', '2 if "mlp.c_fc" in name'),
     "rows of any size": ("update = update / squares.clamp(min=1e-10).sqrt()", ""),
     "beta2 of NorMuon": ("0.95 * squares + 0.05 * size", "0.9 * squares + 0.1 * size"),
     "columns in place of rows": ("1 if p.size(0) >= p.size(1) else 0", "0"),
@@ -295,7 +299,7 @@ TRAINING_FAULTS = {
     "decay that is not cautious": ("p * same_sign", "p"),
     "decay where the update has the other sign": ("p * same_sign", "p * ~same_sign"),
     "decay that ignores the schedule": ("decay = scale *", "decay ="),
-    "the decay of mlp.c_fc": ("+ rate * decay", '+ rate * (0.5 if "c_fc" in name else 1) * decay'),
+    "decay that depends on the shape": ("+ rate * decay", "+ rate * shape_factor * decay"),
     "rates that do not fall": ("return 1.0 if left >= 1", "return 1.0 if left >= 0"),
     "rates that fall to zero": ("(1 - left) * self.args.final_lr", "0"),
     "AdamW's rates do not fall": ("p -= scale * rate", "p -= rate"),
@@ -319,7 +323,7 @@ def test_the_presets_have_the_values_of_the_public_records(preset):
         model = build_model(args, torch.bfloat16)
     C, V = 768, 50304
     matrices = 10 * 4 * C**2 + 11 * 8 * C**2  # attention, MLP
-    tables = V * C + 5 * V * C + 5 * V * C  # embedding and head, values, n-grams
+    tables = 2 * V * C + 5 * V * C + 5 * V * C  # tokens and head, values, n-grams
     small = 5 * 12 * 6 + 11 * 3 + 1 + 1  # gates, input weights, skip, backout
     assert sum(p.numel() for p in model.parameters()) == matrices + tables + small
     muon, adamw = build_optimizers(model, args)
@@ -330,20 +334,14 @@ def test_the_presets_have_the_values_of_the_public_records(preset):
         (pytest.approx(0.04), (0.9, 0.99)),
     ]
     sizes = [sum(p.numel() for p in group["params"]) for group in adamw.param_groups]
-    assert sizes == [V * C, 10 * V * C, 5 * 12 * 6, 11 * 3 + 2]
+    assert sizes == [V * C, 11 * V * C, 5 * 12 * 6, 11 * 3 + 2]
     for group in adamw.param_groups:
         assert group["eps"] == 1e-10 and group["weight_decay"] == 0
+    (group,) = muon.param_groups
+    assert group["beta2"] == 0.95 and group["cautious"]
     # What the public code multiplies updates and weights by, with its rate of 0.03
-    steps, decays = {}, {}
-    for group in muon.param_groups:
-        assert group["beta2"] == 0.95 and group["cautious"]
-        for p in group["params"]:
-            steps[tuple(p.shape)] = group["lr"] * max(p.shape) ** 0.5
-            decays[tuple(p.shape)] = group["lr"] * group["weight_decay"]
-    factors = {(C, C): 1, (4 * C, C): 2, (C, 4 * C): 4}
-    assert steps == pytest.approx({shape: 0.03 * factor for shape, factor in factors.items()})
-    decay = 1.2 * 0.03**2
-    assert decays == pytest.approx({shape: decay * factor for shape, factor in factors.items()})
+    assert group["lr"] * C**0.5 == pytest.approx(0.03)
+    assert group["lr"] * group["weight_decay"] == pytest.approx(1.2 * 0.03**2)
 
 
 def test_with_11_layers_the_roles_are_those_of_the_public_records():
@@ -353,18 +351,20 @@ def test_with_11_layers_the_roles_are_those_of_the_public_records():
 
 
 def test_new_weights_have_the_distributions_of_the_public_records():
-    model, args = Hyperparameters(model="modern", n_layer=11, vocab_size=512, ngram_rows=99), 0
-    model, args = build_model(model, torch.float32), model
+    args = Hyperparameters(model="modern", n_layer=11, n_embd=384, vocab_size=512, ngram_rows=99)
+    model = build_model(args, torch.float32)
     for name, p in model.named_parameters():
         if name == "wte.weight":
-            assert p.std().item() == pytest.approx(0.005, rel=0.02), name
+            assert p.std().item() == pytest.approx(1, rel=0.02), name
         elif "value_table" in name:
             assert p.std().item() == pytest.approx(0.01, rel=0.02), name
-        elif "c_proj" in name or "value_gate" in name or "ngrams" in name:
+        elif "c_proj" in name or name.endswith(
+            ("value_gate.weight", "ngrams.weight", "lm_head.weight")
+        ):
             assert not p.any(), name
         elif p.ndim == 2:
-            assert p.std().item() == pytest.approx(0.5 * 768**-0.5, rel=0.02), name
-            assert p.abs().max().item() == pytest.approx(0.5 * (3 / 768) ** 0.5, rel=0.02), name
+            assert p.std().item() == pytest.approx(0.5 * 384**-0.5, rel=0.02), name
+            assert p.abs().max().item() == pytest.approx(0.5 * (3 / 384) ** 0.5, rel=0.02), name
     weights = torch.stack([block.input_weights for block in model.h])
     assert torch.equal(weights, torch.tensor([1.1, 0.0, 0.1]).expand(11, 3))
     assert model.backout_weight == 0.5
@@ -394,10 +394,9 @@ def test_the_schedule_scales_the_decay_of_weights_too():
     for step in (0, 6, 9, 12):
         apply_schedule(model, [muon, adamw], step, args)
         scale = lr_scale_at(step, args)
-        values = [(group["lr"], group["weight_decay"]) for group in muon.param_groups]
-        expected = [(lr, decay), (lr, 2 * decay), (2 * lr, 2 * decay)]
-        for pair, whole in zip(values, expected):
-            assert pair == pytest.approx([scale * value for value in whole])
+        for group in muon.param_groups:
+            values = group["lr"], group["weight_decay"]
+            assert values == pytest.approx((scale * lr, scale * decay))
         assert {group["weight_decay"] for group in adamw.param_groups} == {0}
 
 
@@ -449,7 +448,7 @@ def test_the_masks_of_a_gpu_and_of_a_cpu_are_equal(window, monkeypatch):
 
 @both_dtypes
 def test_a_token_sees_its_document_within_the_window_and_nothing_else(dtype):
-    """One layer, so that the reach is that of one attention. Its keys also hold the token before."""
+    """One layer, so that the reach is that of one attention; keys hold the token before, too."""
     model, args = make_model(dtype, n_layer=1, ngram_rows=0)
     inputs, _ = make_batch(args)
     model.window_blocks.fill_(2)
@@ -483,7 +482,7 @@ def test_windows_and_documents_do_not_recompile():
     [
         ({"model": "gpt2"}, "window can only be set with --model=modern"),
         ({"n_embd": 8}, "n_embd=8 must be at least 12"),
-        ({"max_ngram": 1}, "max_ngram=1 must be at least 2; --ngram_rows=0 has no table"),
+        ({"max_ngram": 1}, "max_ngram must be at least 2; for no n-grams, pass --ngram_rows=0"),
         ({"num_iterations": 11}, "num_iterations must be a multiple of adamw_every=2"),
         ({"save_every": 3}, "save_every must be a multiple of adamw_every=2"),
         ({"adamw_every": 0}, "adamw_every=0 must be finite and at least 1"),

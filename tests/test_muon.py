@@ -110,8 +110,11 @@ def test_singular_values_become_their_polynomial_as_well_as_in_the_plain_iterati
 
 @pytest.mark.parametrize(
     "options",
-    [{"lr": -1}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": -1}, {"rank": 2}],
-)
+    [
+        {"lr": -1}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": -1}, {"rank": 2},
+        {"beta2": 1.0}, {"beta2": -0.1}, {"beta2": float("nan")},
+    ],
+)  # fmt: skip
 def test_invalid_arguments_are_rejected(options):
     with pytest.raises(ValueError, match="must be"):
         Muon(make_parameters(), **{"lr": 0.02, "world_size": 2, **options})
@@ -128,7 +131,9 @@ def test_a_refused_group_leaves_nothing_behind(shape):
     assert len(muon.param_groups) == 1 and len(muon.owner) == len(SHAPES)
 
 
-@pytest.mark.parametrize("change", [{"lr": math.nan}, {"momentum": 1.0}, {"weight_decay": -1}])
+@pytest.mark.parametrize(
+    "change", [{"lr": math.nan}, {"momentum": 1.0}, {"weight_decay": -1}, {"beta2": 1.0}]
+)
 def test_a_schedule_cannot_set_an_invalid_value(change):
     params = make_parameters()
     muon = Muon(params, lr=0.02)
@@ -168,7 +173,7 @@ def make_parameters(shapes=SHAPES):
 def set_gradients(params, step, skip=()):
     generator = torch.Generator().manual_seed(100 + step)
     for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator)
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         p.grad = None if i in skip else grad
 
 
@@ -183,14 +188,18 @@ def spoil_gradients_of_others(muon):
             p.grad.fill_(float("nan"))
 
 
-def three_steps(rank, world_size, dtype=torch.float32, skip=(), group=None, reload=True):
+NORMUON = {"beta2": 0.9, "cautious": True}
+
+
+def three_steps(rank, world_size, dtype=torch.float32, skip=(), more=(), group=None, reload=True):
     """Take three steps without the gradients numbered `skip`; return what the rank then holds.
 
-    reload: whether another optimizer, which loads the state, takes the last step.
+    more: pairs of options. reload: whether another optimizer, which loads the state, takes the last
+    step.
     """
     params = make_parameters()
     part = dict(rank=rank, world_size=world_size, process_group=group)
-    muon = Muon(params, 0.02, weight_decay=0.1, dtype=dtype, **part)
+    muon = Muon(params, 0.02, weight_decay=0.1, dtype=dtype, **dict(more), **part)
     for step in range(3):
         if reload and step == 2:
             state = copy.deepcopy(muon.full_state_dict())
@@ -202,7 +211,7 @@ def three_steps(rank, world_size, dtype=torch.float32, skip=(), group=None, relo
     gathered = muon.full_state_dict()["state"]
     return SimpleNamespace(
         values=[p.detach() for p in params],
-        gathered=[gathered[i]["momentum_buffer"] for i in range(len(params))],
+        gathered=[tensor for i in range(len(params)) for tensor in gathered[i].values()],
         momenta=[i for i, p in enumerate(params) if p in muon.state],
         owned=[i for i, p in enumerate(params) if muon.owner[p] == rank],
     )
@@ -215,10 +224,11 @@ SKIPS = [(), (0, 4), (8, 9, 10, 0, 3), tuple(range(1, len(SHAPES))), tuple(range
 def cases(rank, world_size, reload=True):
     dtypes = torch.float32, torch.bfloat16
     arguments = [(dtype, skip) for dtype in dtypes for skip in SKIPS]
+    arguments += [(dtype, skip, tuple(NORMUON.items())) for dtype in dtypes for skip in SKIPS]
     return {case: three_steps(rank, world_size, *case, reload=reload) for case in arguments}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_every_world_size_gives_the_same_bits(world_size, tmp_path):
     ranks = run_ranks(cases, world_size, tmp_path / "ranks")
     for case, alone in cases(0, 1, reload=False).items():
@@ -228,22 +238,24 @@ def test_every_world_size_gives_the_same_bits(world_size, tmp_path):
         for result in of_ranks:
             assert all(map(torch.equal, result.values, alone.values)), case
             assert all(map(torch.equal, result.gathered, alone.gathered)), case
+            assert len(result.gathered) == (2 if case[2:] else 1) * len(SHAPES)
             assert result.momenta == result.owned, "momentum is only on its owner"
         assert sorted(i for result in of_ranks for i in result.owned) == [*range(len(SHAPES))]
 
 
-def step_without_another_gradient_each(rank, world_size):
+def step_without_another_gradient_each(rank, world_size, options):
     params = make_parameters([(8, 8)] * 4)
-    muon = Muon(params, 0.02, weight_decay=0.1, rank=rank, world_size=world_size)
+    muon = Muon(params, 0.02, weight_decay=0.1, rank=rank, world_size=world_size, **options)
     set_gradients(params, 0, skip=(rank,))
     muon.step()
     return [p.detach() for p in params], muon.owner[params[0]]
 
 
-def test_ranks_that_lack_different_gradients_stay_equal(tmp_path):
+@pytest.mark.parametrize("options", [{}, NORMUON])
+def test_ranks_that_lack_different_gradients_stay_equal(options, tmp_path):
     """The gradient on the owner decides. All four matrices form one stack."""
     (values, owner), (others, _) = run_ranks(
-        step_without_another_gradient_each, 2, tmp_path / "ranks"
+        step_without_another_gradient_each, 2, tmp_path / "ranks", options
     )
     assert all(map(torch.equal, values, others))
     before = make_parameters([(8, 8)] * 4)
@@ -287,6 +299,116 @@ def test_momentum_is_an_average_with_the_momentum_of_each_step(shape, dtype):
             expected = (1 - 0.02 * 0.1) * before[i] - 0.02 * 24**0.5 * update
             bound = 0.05 if dtype == "bfloat16" else 0.005
             assert relative(p - expected, p - before[i]) < bound
+
+
+# ---- NorMuon and cautious weight decay -----------------------------------------------------------
+def orthogonalized(gradient, average, mu):
+    """Return what Muon makes of a gradient and the average of all, in bfloat16."""
+    ahead = (1 - mu) * gradient + mu * average
+    return plain_newton_schulz(ahead.flatten(1), dtype=torch.float32).bfloat16().double()
+
+
+@pytest.mark.parametrize("beta2, cautious", [(0.9, False), (0.0, True), (0.9, True)])
+@pytest.mark.parametrize("shape", [(16, 16), (24, 16), (16, 24), (40, 8), (8, 40), (24, 4, 2, 1)])
+def test_twelve_steps_follow_the_formulas(shape, beta2, cautious):
+    """Rows of tall and square matrices, columns of wide ones, are divided by their usual sizes."""
+    params = make_parameters([shape] * 3)
+    muon = Muon(
+        params, lr=0.02, weight_decay=1.0, beta2=beta2, cautious=cautious, dtype=torch.float32
+    )
+    averages, squares = [torch.zeros(shape)] * 3, [0.0] * 3
+    for step in range(12):
+        before = [p.detach().double() for p in params]
+        set_gradients(params, step)
+        muon.step()
+        for i, p in enumerate(params):
+            averages[i] = 0.95 * averages[i] + 0.05 * p.grad
+            update = orthogonalized(p.grad, averages[i], 0.95)
+            if beta2:
+                rows, columns = update.shape
+                size = update.square().mean(1 if rows >= columns else 0, keepdim=True)
+                squares[i] = beta2 * squares[i] + (1 - beta2) * size
+                equalized = update / squares[i].sqrt()
+                update = equalized * (update.norm() / equalized.norm())
+                state = muon.state[p]["row_squares"]
+                assert state.dtype == torch.float32 and state.shape == size.shape
+                torch.testing.assert_close(state.double(), squares[i], rtol=0.01, atol=0)
+            update = update.view(shape)
+            shrinks = (update * before[i] > 0) if cautious else 1
+            change = 0.02 * max(rows_and_columns(shape)) ** 0.5 * update
+            change += 0.02 * 1.0 * before[i] * shrinks
+            assert relative(before[i] - p - change, change) < 0.01, step
+
+
+def rows_and_columns(shape):
+    return shape[0], math.prod(shape[1:])
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (64, 16), (16, 64)])
+def test_normuon_gives_rows_that_differ_in_size_the_same_one(shape):
+    """Without changing the size of the whole update."""
+    sizes = []
+    for beta2 in 0.0, 0.95:
+        (p,) = make_parameters([shape])
+        muon = Muon([p], lr=1.0, dtype=torch.float32, beta2=beta2)
+        before = p.detach().clone()
+        generator = torch.Generator().manual_seed(0)
+        p.grad = torch.randn(shape, generator=generator)
+        p.grad[:3] *= 1e-3
+        p.grad[:, :3] *= 1e-3
+        muon.step()
+        change = p.detach() - before
+        sizes.append((change.norm().item(), change.norm(dim=1 if shape[0] >= shape[1] else 0)))
+    (plain, plain_rows), (equalized, rows) = sizes
+    assert equalized == pytest.approx(plain, rel=0.005)
+    assert rows.max() / rows.min() < 1.02 < plain_rows.max() / plain_rows.min()
+
+
+def test_an_update_of_zeros_stays_zero_with_normuon():
+    """So that a gradient of zeros, or a row of them, does no harm."""
+    p, q = make_parameters([(16, 8)] * 2)
+    before = p.detach().clone()
+    muon = Muon([p, q], lr=0.1, weight_decay=0.1, **NORMUON)
+    p.grad, q.grad = torch.zeros_like(p), torch.randn(16, 8)
+    q.grad[3] = 0
+    row = q[3].detach().clone()
+    for _ in range(3):
+        muon.step()
+    assert torch.equal(p, before) and torch.equal(q[3], row)
+    assert q.isfinite().all() and not torch.equal(q[4], make_parameters([(16, 8)] * 2)[1][4])
+
+
+@pytest.mark.parametrize("options", [{}, NORMUON, {"cautious": True}, {"beta2": 0.9}])
+def test_without_a_gradient_nothing_moves_or_decays(options):
+    params, before = make_parameters(), make_parameters()
+    muon = Muon(params, lr=0.02, weight_decay=0.5, **options)
+    for step in range(2):
+        set_gradients(params, step, skip=(0, 5))
+        muon.step()
+    for i, (p, q) in enumerate(zip(params, before)):
+        assert torch.equal(p, q) == (i in (0, 5))
+        assert (p in muon.state) == (i not in (0, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_state_of_normuon_is_loaded_with_its_averages(dtype):
+    """Into new parameters; afterwards both optimizers take the same steps."""
+    made = [[p.detach().to(dtype) for p in make_parameters()] for _ in range(2)]
+    muons = [Muon(params, lr=0.02, weight_decay=0.1, **NORMUON) for params in made]
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad():
+                for p, q in zip(*made):
+                    q.copy_(p)
+            state = copy.deepcopy(muons[0].full_state_dict())
+            names = {"momentum_buffer", "row_squares"}
+            assert all(set(state["state"][i]) == names for i in range(len(SHAPES)))
+            muons[1].load_state_dict(state)
+        for params, muon in zip(made, muons):
+            set_gradients(params, step)
+            if muon is muons[0] or step >= 2:
+                muon.step()
+    assert all(map(torch.equal, *made))
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, [(16, 16)] * 9])

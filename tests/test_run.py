@@ -544,7 +544,7 @@ SMALL["modern_24gb"] = SMALL["modern"]
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_starts(preset, tmp_path, capsys):
-    """Train for one step on tiny data, without compiling, and with a smaller model if needed.
+    """Train for two steps on tiny data, without compiling, and with a smaller model if needed.
 
     `cpu` and `text` keep their model except for a smaller n-gram table.
     """
@@ -552,7 +552,7 @@ def test_each_preset_starts(preset, tmp_path, capsys):
     write_shard(tmp_path / "train_0.bin", generator.integers(0, 257, 10_000))
     write_shard(tmp_path / "val_0.bin", generator.integers(0, 257, 1000))
     changes = {
-        **SMALL[preset], "num_iterations": 1, "val_tokens": 512, "device": "cpu", "compile": False,
+        **SMALL[preset], "num_iterations": 2, "val_tokens": 512, "device": "cpu", "compile": False,
         "train_files": f"{tmp_path}/train_*.bin", "val_files": f"{tmp_path}/val_*.bin",
         "log_dir": f"{tmp_path}/logs",
     }  # fmt: skip

@@ -93,7 +93,7 @@ class Rule:
         chosen = None
         for size in SIZES:
             layers, channels = size
-            parameters = 12 * layers * channels**2  # of the matrices of all blocks
+            parameters = 12 * layers * channels**2  # of all blocks, if each has attention
             if chosen and parameters > self.tokens:
                 break
             trial = arguments(self.settings(size, FEW_STEPS, seconds_per_step=1))

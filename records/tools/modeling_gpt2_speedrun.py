@@ -143,17 +143,18 @@ class Attention(nn.Module):
     def split_heads(self, x):  # (B, T, C) to (B, T, H, D)
         return x.unflatten(-1, (self.n_head, -1))
 
-    def forward(self, x, input_ids, angles, keeps, visible, cache):
+    def forward(self, x, input_ids, angles, kept, visible, cache):
         """Return the output, (B, T, C).
 
-        x: (B, T, C). keeps: None, or which channels of a key do not come from the token before,
-        bool (B, T, 1, D). visible: bool (B, 1, T, S). cache: None, or a transformers cache.
+        x: (B, T, C). kept: which channels of a key are its own, bool (B, T, 1, D), while the others
+        come from the token before; or None. visible: bool (B, 1, T, S). cache: None, or that of
+        transformers.
         """
         q = rotate(norm(self.split_heads(self.c_q(x))), angles)
         k = rotate(norm(self.split_heads(self.c_k(x))), angles)
         v = self.split_heads(self.c_v(x))
-        if keeps is not None:
-            k = torch.where(keeps, k, k.roll(1, dims=1))
+        if kept is not None:
+            k = torch.where(kept, k, k.roll(1, dims=1))
         if self.value_table is not None:
             gate = 2 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, H)
             v = v + gate[..., None] * self.split_heads(self.value_table(input_ids))
@@ -193,7 +194,7 @@ class Block(nn.Module):
 
 
 class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
-    """GPT or ModernGPT of train_gpt2.py. The embedding is also the output head."""
+    """GPT or ModernGPT of train_gpt2.py. The embedding of GPT is also its output head."""
 
     config_class = GPT2SpeedrunConfig
     _input_embed_layer = "wte"
@@ -202,19 +203,21 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        self.roles = LayerRoles(config)
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        V, C, self.roles = config.vocab_size, config.n_embd, LayerRoles(config)
+        self.wte = nn.Embedding(V, C)
         self.ngrams = NgramTable(config) if config.ngram_rows else None
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         if self.roles.skip_to is not None:
             self.skip_weight = nn.Parameter(torch.ones(()))
         if self.roles.backout is not None:
             self.backout_weight = nn.Parameter(torch.ones(()))
+        self.lm_head = nn.Linear(C, V, bias=False) if config.is_modern else None
         self.post_init()
 
     def logits(self, x):
         """Return float32 logits (B, T, V) of the last block's normalized output, (B, T, C)."""
-        logits = F.linear(x, self.wte.weight).float()
+        head = self.lm_head if self.config.is_modern else self.wte
+        logits = F.linear(x, head.weight).float()
         return 15 * torch.tanh(logits / 15) if self.config.is_modern else logits
 
     def generate(self, *arguments, **options):
@@ -267,7 +270,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             long = long & nearby_keys(input_ids, places, config.document_token, blocks)
             blocks = max(1, blocks // 2)
             short = short & nearby_keys(input_ids, places, config.document_token, blocks)
-        keeps = (places == 0)[:, :, None, None] | (rates > 0).repeat(2)  # (B, S, 1, D)
+        own_channels = (places == 0)[:, :, None, None] | (rates > 0).repeat(2)  # (B, S, 1, D)
         x = self.wte(input_ids)  # (B, T, C)
         x = norm(x) if config.is_modern else x
         ngrams = 0.0 if self.ngrams is None else self.ngrams(input_ids, is_token)
@@ -275,8 +278,8 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         for layer, block in enumerate(self.h):
             if layer == self.roles.skip_to:
                 x = x + self.skip_weight * skipped
-            how = (keeps, long) if layer in self.roles.long else (None, short)
-            x = block(x, x0, ngrams, saved, input_ids, angles, *how, cache)
+            kept, visible = (own_channels, long) if layer in self.roles.long else (None, short)
+            x = block(x, x0, ngrams, saved, input_ids, angles, kept, visible, cache)
             if layer == self.roles.skip_from:
                 skipped = x
             if layer == self.roles.backout:
