@@ -140,7 +140,7 @@ MODERN_RECIPE = dict(
     model="modern", n_layer=11, window=1728, ngram_rows=5 * 50304,
     device_batch_size=1, num_iterations=1950, adamw_every=2,
     warmdown_fraction=0.55, final_lr=0.15,
-    learning_rate=0.008, embedding_learning_rate=0.6,
+    learning_rate=0.008,
     muon_learning_rate=0.03 / 768**0.5, muon_weight_decay=1.2 * 0.03 * 768**0.5,
     muon_warmup_fraction=300 / 1950, muon_cooldown_fraction=50 / 1950,
 )  # fmt: skip
@@ -167,8 +167,7 @@ PRESETS = {
             model="modern", ngram_rows=2**18, max_ngram=6,
             batch_size=16, sequence_length=256, shuffle=True,
             num_iterations=64, warmdown_fraction=0.75, final_lr=0.1,
-            learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.3,
-            muon_learning_rate=0.004,
+            learning_rate=0.02, ngram_learning_rate=0.3, muon_learning_rate=0.004,
             val_loss_every=0, val_tokens=1644 * 256, target_val_loss=1.32,
         ),
     ),

@@ -58,7 +58,8 @@ class LayerRoles:
         if config.is_modern:
             self.values = {1, 2, n - 3, n - 2, n - 1}  # have value embeddings
             self.long = {n // 3, n - 1}  # have the long window, and offset keys
-            self.backout = 2 * n // 3  # later attention reads its output; removed at the end
+            # Later attention reads its output, which is subtracted at the end.
+            self.backout = max(0, min(2 * n // 3, n - 2))
             if n >= 8:
                 self.skip_from = n // 3  # its output is added to the input of skip_to
                 self.skip_to = (n + 1) // 2  # has no attention
