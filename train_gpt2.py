@@ -599,11 +599,12 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     a, b, c = 3.4445, -4.7750, 2.0315
     addmm = torch.addmm if G.ndim == 2 else torch.baddbmm  # addmm(C, A, B) = beta C + alpha A B
     tall = G.size(-2) > G.size(-1)
-    # Squares of 1e30 overflow float32, and MPS has no float64. Norms of rows first: this is faster.
+    # float64, because squaring 1e30 overflows float32; MPS lacks it.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
+    # Two reductions are faster than one over the whole matrix.
     row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=norm_dtype)
-    norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
-    X = (G.float() / (norm + 1e-7).float()).to(dtype)
+    frobenius_norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
+    X = (G.float() / (frobenius_norm + 1e-7).float()).to(dtype)
     X = X.mT if tall else X  # (m, n) with m <= n, or a stack
     m, n = X.shape[-2:]
     if n < 2 * m:
@@ -613,10 +614,10 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
             X = addmm(X, Z, X, beta=a)  # (a I + Z) X
     else:
         identity = torch.eye(m, dtype=dtype, device=G.device)
-        for iterations in (2, 3):  # five in all
+        for iterations in (2, 3):  # R is computed anew after two of the five iterations
             R = X @ X.mT
             Z = addmm(R, R, R, beta=b, alpha=c)
-            Q = Z + a * identity  # the factor of the first iteration
+            Q = Z + a * identity
             for _ in range(iterations - 1):
                 R = addmm(R, R, Z, beta=a)  # R (a I + Z)
                 R = addmm(R, Z, R, beta=a)  # (a I + Z) R (a I + Z)
@@ -633,20 +634,19 @@ class Muon(torch.optim.Optimizer):
     which alone keeps its momentum and computes its update. All ranks apply the update. Small
     matrices of the same shape are processed together (see stacks_of).
 
-    params: matrices, or convolution kernels (M, ...) with four dimensions, flattened to (M, N). The
-      gradients must be summed or averaged over the ranks. A parameter that has no gradient on the
+    params: 2-D matrices, or 4-D convolution kernels, which are flattened to (M, N). The gradients
+      must already be summed or averaged over the ranks. A parameter that has no gradient on the
       rank that owns it is not updated.
     lr: RMS change of an entry per step.
-    rank, world_size: of this process in process_group; None is PyTorch's default group.
-    dtype: of the matmuls; float16 is more precise than bfloat16, but slow on CPUs.
+    rank, world_size: position and size in process_group; None stands for PyTorch's default group.
+    dtype: dtype of the matmuls; float16 is more precise than bfloat16, but slow on CPUs.
     Raises ValueError if a parameter or a value is invalid.
 
-    Updates are scaled by sqrt(max(M, N)). To convert from torch.optim.Muon, with one param group
-    for each number of columns N if adjust_lr_fn is "original":
+    Updates are scaled by sqrt(max(M, N)). To convert from torch.optim.Muon:
 
         adjust_lr_fn         lr here          weight_decay here
         "match_rms_adamw"    0.2 * lr         weight_decay / 0.2
-        "original"           lr / sqrt(N)     weight_decay * sqrt(N)
+        "original"           lr / sqrt(N)     weight_decay * sqrt(N), one param group per N
     """
 
     def __init__(
@@ -667,8 +667,8 @@ class Muon(torch.optim.Optimizer):
         self.process_group = process_group
         self.dtype = dtype
         self.owner = {}  # the rank that owns each parameter
-        self.loads = [0] * world_size  # cost of each rank's matrices
-        # This calls add_param_group, which fills owner and loads.
+        self.rank_costs = [0] * world_size  # cost of the matrices of each rank
+        # This calls add_param_group, which fills owner and rank_costs.
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
     def add_param_group(self, param_group):
@@ -680,10 +680,10 @@ class Muon(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for stack in stacks_of(param_group["params"]):
-            rank = self.loads.index(min(self.loads))
+            owner = self.rank_costs.index(min(self.rank_costs))
             for p in stack:
-                self.owner[p] = rank
-                self.loads[rank] += matrix_cost(p)
+                self.owner[p] = owner
+                self.rank_costs[owner] += matrix_cost(p)
 
     @torch.no_grad()
     def step(self, closure=None, gradient_sums=None):
@@ -702,15 +702,16 @@ class Muon(torch.optim.Optimizer):
             stacks = stacks_of(group["params"])  # the same as in add_param_group
             # Neighbouring stacks usually belong to different ranks, so the ranks compute a bucket
             # of them in parallel. Its all-reduce runs while they compute the next one.
-            buckets = []
+            pending = []
             for first in range(0, len(stacks), self.world_size):
                 bucket = stacks[first : first + self.world_size]
-                for p in [p for stack in bucket for p in stack]:
-                    if p in gradient_sums:
-                        gradient_sums[p].wait()
-                buckets.append(self.start_updates(bucket, group))
-            for bucket in buckets:
-                self.finish_updates(bucket, group)
+                for stack in bucket:
+                    for p in stack:
+                        if p in gradient_sums:
+                            gradient_sums[p].wait()
+                pending.append(self.start_updates(bucket, group))
+            for updates in pending:
+                self.finish_updates(updates, group)
         return loss
 
     def start_updates(self, stacks, group):
@@ -734,37 +735,37 @@ class Muon(torch.optim.Optimizer):
 
         The updates of parameters without gradients stay 0.
         """
-        pairs = list(zip(stack, slot.chunk(len(stack))))
-        pairs = [(p, update) for p, update in pairs if p.grad is not None]
+        pairs = [pair for pair in zip(stack, slot.chunk(len(stack))) if pair[0].grad is not None]
         if not pairs:
             return
         M, N = stack[0].flatten(1).shape
+        mu = group["momentum"]
         directions = torch.empty(len(pairs), M, N, dtype=self.dtype, device=slot.device)
         for (p, _), direction in zip(pairs, directions):
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            momentum, mu = self.state[p]["momentum_buffer"], group["momentum"]
-            momentum.lerp_(p.grad, 1 - mu)  # a moving average of gradients
-            # Nesterov: look one momentum step ahead. The scale of the direction does not matter, so
-            # lerp(gradient, momentum, mu) is divided by mu: one operation writes it.
+            buffer = self.state[p]["momentum_buffer"]
+            buffer.lerp_(p.grad, 1 - mu)  # a moving average of gradients
+            # Nesterov momentum is lerp(gradient, buffer, mu). It is divided by mu, because its
+            # scale does not matter and torch.add, unlike torch.lerp, can write into another dtype.
             weight = (1 - mu) / mu if mu else 0.0
-            torch.add(momentum, p.grad, alpha=weight, out=direction.view_as(p))
+            torch.add(buffer, p.grad, alpha=weight, out=direction.view_as(p))
         if len(pairs) == 1:
-            directions = directions[0]  # a plain matmul is faster than a batched one
+            directions = directions[0]  # (M, N): a plain matmul is faster than a batched one
         results = zeropower_via_newtonschulz5(directions, self.dtype)
         for (_, update), result in zip(pairs, results.reshape(len(pairs), M * N)):
             update.copy_(result)
 
-    def finish_updates(self, bucket, group):
+    def finish_updates(self, updates, group):
         """Wait for what start_updates returned and apply it to the parameters."""
-        stacks, slots, work = bucket
+        stacks, slots, work = updates
         if work is not None:
             work.wait()
         for stack, slot in zip(stacks, slots):
             for p, update in zip(stack, slot.chunk(len(stack))):
                 if group["weight_decay"]:
-                    has_gradient = update.any()  # on its owner
-                    p.mul_(1 - group["lr"] * group["weight_decay"] * has_gradient)
+                    is_updated = update.any()  # False if its owner has no gradient
+                    p.mul_(1 - group["lr"] * group["weight_decay"] * is_updated)
                 scale = max(p.flatten(1).shape) ** 0.5  # gives the update an RMS of 1
                 p.add_(update.view_as(p), alpha=-group["lr"] * scale)
 
@@ -773,11 +774,9 @@ class Muon(torch.optim.Optimizer):
 
         Raises ValueError if it belongs to another optimizer, such as torch.optim.Muon.
         """
-        options = set().union(*state_dict["param_groups"])
-        known = {"params", "param_names", "initial_lr"}.union(*self.param_groups)
-        if not self.defaults.keys() <= options <= known:
-            given = f"a state whose groups have the options {sorted(options)}"
-            raise ValueError(f"{given} is not Muon's: load one from Muon's full_state_dict()")
+        for group in state_dict["param_groups"]:
+            if "nesterov" in group or "momentum" not in group:  # torch.optim.Muon, AdamW, ...
+                raise ValueError("the state is not Muon's: load one from Muon's full_state_dict()")
         super().load_state_dict(state_dict)
         for p, owner in self.owner.items():
             if owner != self.rank:
@@ -786,35 +785,35 @@ class Muon(torch.optim.Optimizer):
     def full_state_dict(self):
         """Collective: return state_dict() with the momenta of all ranks, for a checkpoint.
 
-        The other ranks' states are not in state_dict(), so torch.distributed.checkpoint needs this.
+        state_dict() itself holds only the momenta of this rank.
         """
         full = self.state_dict()
         for i, p in enumerate(params_of(self)):
-            momentum = torch.zeros_like(p)
+            buffer = torch.zeros_like(p)
             if p in self.state:
-                momentum.copy_(self.state[p]["momentum_buffer"])
+                buffer.copy_(self.state[p]["momentum_buffer"])
             if self.world_size > 1:
                 owner = dist.get_global_rank(self.process_group or dist.group.WORLD, self.owner[p])
-                dist.broadcast(momentum, src=owner, group=self.process_group)
-            full["state"][i] = {"momentum_buffer": momentum}
+                dist.broadcast(buffer, src=owner, group=self.process_group)
+            full["state"][i] = {"momentum_buffer": buffer}
         return full
 
     def __getstate__(self):
         """Return what pickle and copy.deepcopy need, including the attributes of this class."""
-        own = ("rank", "world_size", "process_group", "dtype", "owner", "loads")
+        own = ("rank", "world_size", "process_group", "dtype", "owner", "rank_costs")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
 
 def check_muon_group(group):
-    """Raise ValueError unless Muon can treat the parameters and the options of a group."""
+    """Raise ValueError unless Muon can handle the parameters and the options of a group."""
     for p in group["params"]:
         if p.ndim not in (2, 4):
-            fix = "give each matrix of a stack as its own parameter, and the rest to AdamW"
-            raise ValueError(
-                f"Muon takes matrices, not parameters of shape {tuple(p.shape)}: {fix}"
-            )
-    if not (group["lr"] >= 0 and 0 <= group["momentum"] < 1 and group["weight_decay"] >= 0):
-        raise ValueError("lr, momentum, weight_decay must be at least 0, and momentum below 1")
+            fix = "split stacks into matrices, and give other parameters to AdamW"
+            raise ValueError(f"Muon takes 2-D and 4-D parameters, not {tuple(p.shape)}: {fix}")
+    lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
+    if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0):
+        given = f"{lr=}, {momentum=} and {weight_decay=}"
+        raise ValueError(f"{given} must be at least 0, and momentum below 1")
 
 
 def matrix_cost(p):
@@ -822,7 +821,7 @@ def matrix_cost(p):
     m, n = sorted(p.flatten(1).shape)
     if n < 2 * m:  # five iterations with three products each: R, Z and X
         return 5 * m * m * (n + m + n)
-    # R and X twice each; then Z five times, R six times and Q three times
+    # Two products for R and two for X, of n columns; of m: five for Z, six for R, three for Q.
     return m * m * (4 * n + 14 * m)
 
 
@@ -834,11 +833,10 @@ def stacks_of(params):
     batched matmul can change the last bits of its result.
     """
     stacks = []
-    # Sorting by shape as well brings matrices of one shape together. The sort is stable, so
-    # matrices of the same shape keep the order of params.
+    # Sorting by shape, too, makes matrices of one shape neighbours, in the order of params.
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
-        max_size = max(1, min(8, 2**20 // p.numel()))
-        if stacks and stacks[-1][0].shape == p.shape and len(stacks[-1]) < max_size:
+        max_matrices = max(1, min(8, 2**20 // p.numel()))
+        if stacks and stacks[-1][0].shape == p.shape and len(stacks[-1]) < max_matrices:
             stacks[-1].append(p)
         else:
             stacks.append([p])
