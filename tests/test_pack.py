@@ -183,7 +183,7 @@ def test_the_command_needs_no_search_path_and_names_missing_packages(tmp_path, m
 
 # ---- Bad input -----------------------------------------------------------------------------------
 GOOD = b'{"text": "x"}\n'
-NOT_JSON = "has no string field 'text', or is not JSON in UTF-8"
+NOT_JSON = "has no string field 'text' (see --text_field), or is not JSON in UTF-8"
 LINES = "Größe — Wörter\n" * 20
 UNREADABLE = "cannot be read further"
 BAD = {  # name of the file, its content, the message
@@ -236,12 +236,8 @@ BAD = {  # name of the file, its content, the message
     "PDF": ("a.txt", b"%PDF-1.7\n", "a.txt:1 is a PDF file: extract it, or save its text"),
     "Arrow": ("a", b"\xff\xff\xff\xff\x10\1\0\0", "a:1 is an Arrow file: extract it, or save"),
     "shard": ("a", (20240520).to_bytes(4, "little"), "a:1 is a shard of tokens"),
-    "JSON": ("a.json.xz", lzma.compress(b"[]"), "a.json.xz:1 is .json, whose syntax is not text"),
-    "CSV": (
-        "a.CSV",
-        b"text\n",
-        'a.CSV:1 is .csv, whose syntax is not text: `python3 -c "import csv',
-    ),
+    "JSON": ("a.json.xz", lzma.compress(b"{}"), "a.json.xz:1 is .json: convert it to .jsonl, or"),
+    "CSV": ("a.CSV", b"text\n", "a.CSV:1 is .csv: convert it to .jsonl, or rename it to .txt"),
     "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', f"b.jsonl:3 {NOT_JSON}"),
     "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, f"b.jsonl:4 {NOT_JSON}"),
     "JSON too deep": ("b.jsonl", GOOD + b"[" * 100000 + b"\n", f"b.jsonl:2 {NOT_JSON}"),
@@ -269,6 +265,7 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
     (source / "z.txt").write_bytes(b"good")
     refused = refusal(out, source, "--val_fraction", 0)
     assert sentence in refused and "--skip_bad, or for a folder --pattern" in refused
+    assert ("--text_field" in refused) == (NOT_JSON in sentence)
     assert not all_files(out)
     manifest = packed(out, source, "--val_fraction", 0, "--skip_bad")
     assert manifest["skipped"][0].startswith(sentence)
@@ -309,7 +306,10 @@ def test_a_text_that_tiktoken_cannot_encode_is_a_fault(tmp_path, monkeypatch):
             ("a.txt", "--encoding", "klingon"),
             "tiktoken has no encoding klingon: give bytes or gpt2",
         ),
-        (("a.txt", "--encoding", "cl100k_base"), "100277 ids, but a shard's uint16 has room for"),
+        (
+            ("a.txt", "--encoding", "cl100k_base"),
+            "100277 ids, but shards only hold 65536: give bytes",
+        ),
         (("nothing",), "nothing is neither a file nor a folder"),
         ((".", "--pattern", "*.py"), "no file matches '*.py'"),
         (("out",), "is an input, too"),
