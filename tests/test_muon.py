@@ -136,7 +136,7 @@ def test_a_schedule_cannot_set_an_invalid_value(change):
     muon = Muon(params, lr=0.02)
     set_gradients(params, 0)
     muon.param_groups[0].update(change)
-    with pytest.raises(ValueError, match="must be at least 0"):
+    with pytest.raises(ValueError, match="must be >= 0, and momentum < 1"):
         muon.step()
     assert all(map(torch.equal, params, make_parameters()))
 
