@@ -1862,6 +1862,8 @@ def read_pt(path):
     try:
         with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file, which has checksums
             damaged_part = archive.testzip()
+            if any(part.external_attr & 0x10 for part in archive.infolist()):
+                raise ValueError("a part is marked as a folder")  # torch would not read it
         if damaged_part is not None:
             raise ValueError(f"{damaged_part} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
