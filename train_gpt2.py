@@ -774,7 +774,7 @@ class Muon(torch.optim.Optimizer):
         Raises ValueError if it belongs to another optimizer, such as torch.optim.Muon.
         """
         for group in state_dict["param_groups"]:
-            if "nesterov" in group or "momentum" not in group:  # torch.optim.Muon, AdamW, ...
+            if not self.defaults.keys() <= group.keys() or "nesterov" in group:  # PyTorch's Muon
                 raise ValueError("the state is not Muon's: load one from Muon's full_state_dict()")
         super().load_state_dict(state_dict)
         for p, owner in self.owner.items():
@@ -833,7 +833,7 @@ def stacks_of(params):
     stacks = []
     # Sorting by shape, too, makes matrices of one shape neighbours, in the order of params.
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
-        max_matrices = max(1, min(8, 2**20 // p.numel()))
+        max_matrices = max(1, min(8, 2**20 // max(1, p.numel())))
         if stacks and stacks[-1][0].shape == p.shape and len(stacks[-1]) < max_matrices:
             stacks[-1].append(p)
         else:
@@ -1246,6 +1246,7 @@ def set_up(args, stop):
     torch.manual_seed(args.seed)
     model = build_model(args, getattr(torch, dtype)).to(device)
     optimizers = build_optimizers(model, args)
+    facts["optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     return Run(args, device, model, optimizers, train_loader, validation, facts, Log(args), stop)
 
 
@@ -1319,6 +1320,8 @@ def check_settings(args):
     if not re.fullmatch(r"([\w-][\w.-]*)?", args.run_id):
         allowed = "may contain only letters, digits and '-_.', and not begin with '.'"
         raise UserError(f"run_id={args.run_id!r} {allowed}")
+    if args.init and args.resume not in ("", "auto"):
+        raise UserError("pass either --init or --resume=PATH: both say where the weights come from")
     if args.resume == "auto" and not args.run_id:
         raise UserError("--resume=auto needs --run_id to know which run to resume")
 
@@ -1516,7 +1519,8 @@ def compile_model(run):
         loss.backward()
     except BackendCompilerFailed as error:
         cause = " ".join(str(error).split())
-        fix = "pass --compile=False, or install g++ and Python's headers if they are missing"
+        fix = "pass --compile=False, install g++ and Python's headers if they are missing, or set "
+        fix += "TORCHINDUCTOR_CACHE_DIR to a folder where programs can be written and run"
         raise UserError(f"the model cannot be compiled ({cause:.200}): {fix}") from None
     run.model.zero_grad()
     loss.item()  # waits for the device
@@ -1570,12 +1574,12 @@ def join_ranks(args):
         timeout = timedelta(seconds=args.comm_timeout)
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            # After a restart by torchrun, the store still holds the keys of the earlier attempts.
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            where = dict(store=store, rank=rank, world_size=world_size)
+            dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
         except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
             raise UserError(f"cannot join the other ranks ({error}): use torchrun") from None
-        # After a restart by torchrun, the store still holds the keys of the earlier attempts.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        where = dict(store=store, rank=rank, world_size=world_size)
-        dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
     if "RANK" not in os.environ:
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if os.environ.get(name, "1") != "1":
@@ -1641,6 +1645,8 @@ class StopRequest:
         """Request a stop. A second signal, at least a second later, ends the process at once."""
         if not self.requested:
             self.requested, self.signal_time = True, time.monotonic()
+            if number == signal.SIGXCPU:
+                signal.signal(number, signal.SIG_IGN)  # the kernel repeats it every second
             # If stderr was closed at the start, descriptor 2 may be another file.
             if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
                 with contextlib.suppress(OSError):  # the terminal may be closed
@@ -1954,7 +1960,8 @@ def check_same(facts, saved, path, growing=()):
 
     growing: names of facts that may be larger than in the file.
     """
-    saved = vars(Hyperparameters()) | saved  # a setting missing from the file has its default
+    # A setting that is missing from the file has its default; any other fact is unknown.
+    saved = dict.fromkeys(facts) | vars(Hyperparameters()) | saved
     different = ", ".join(
         f"{name}={saved[name]} (here {value})"
         for name, value in facts.items()

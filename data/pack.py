@@ -24,6 +24,7 @@ memory for two documents (at least 2 MB) per core and 50 bytes for each document
 import argparse
 import array
 import contextlib
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -92,6 +93,7 @@ SIGNATURES = {  # name of a format: pattern of the first bytes
     "an SQLite database": rb"SQLite format 3\0", "a Python pickle": rb"\x80[\x02-\x05]",
     "an HDF5 file": rb"\x89HDF", "an Arrow file": rb"ARROW1|FEA1|\xff{4}.{3}\0",
     "a parquet file whose name does not end in .parquet": rb"PAR1",
+    "a Git LFS pointer (`git lfs pull` fetches the file)": rb"version https://git-lfs\.",
     "a shard of tokens": re.escape(SHARD_MAGIC.to_bytes(4, "little")),
     "in UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff", "in UTF-16": rb"\xff\xfe|\xfe\xff",
 }  # fmt: skip
@@ -249,7 +251,12 @@ def fault_of(text, text_field):
 
 
 OPEN = {".gz": gzip.open, ".xz": lzma.open}
-READERS = {".jsonl": read_lines, ".ndjson": read_lines, ".parquet": read_rows}
+READERS = {
+    ".jsonl": read_lines,
+    ".jsonlines": read_lines,
+    ".ndjson": read_lines,
+    ".parquet": read_rows,
+}
 
 
 def read_documents(file, path, text_field="text", split_at=None):
@@ -335,7 +342,8 @@ def tokenize(documents, encoding, file, skip_bad):
     occurrences of END_OF_TEXT). Raises ValueError at the first fault unless skip_bad is set.
     """
     lengths, name_hashes, faults, separators = array.array("q"), array.array("q"), [], 0
-    progress = tqdm(unit=" tokens", unit_scale=True, disable=None)  # None: only on a terminal
+    hidden = None if sys.stderr else True  # None: unless stderr is a terminal
+    progress = tqdm(unit=" tokens", unit_scale=True, disable=hidden)
     for document, tokens in encode(documents, encoding):
         if document.fault:
             faults.append(f"{document.place} {document.fault}")
@@ -398,9 +406,13 @@ def locked(folder):
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError:
+        os.close(descriptor)
         raise ValueError(f"another pack.py is writing to {folder}: wait until it ends") from None
+    except OSError as error:  # some network file systems have no locks
+        print(f"warning: {folder} is not locked ({error.strerror}): start only one pack.py there")
+    try:
+        yield
     finally:
         os.close(descriptor)
 
@@ -504,7 +516,9 @@ def main(argv=None):
     try:
         args = parse_args(argv)
         manifest = pack_and_publish(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: too many threads
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error = f"{args.out} has no space for the tokens (twice, while it is packed): free some"
         sys.exit(f"data/pack.py: {error}")
     except KeyboardInterrupt:
         os.write(2, b"data/pack.py: stopped; run the same command to start over\n")

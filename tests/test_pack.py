@@ -3,6 +3,8 @@
 import bz2
 import codecs
 import contextlib
+import errno
+import fcntl
 import gzip
 import hashlib
 import itertools
@@ -13,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pack
@@ -233,6 +236,11 @@ BAD = {  # name of the file, its content, the message
     ),
     "zip": ("b.jsonl", b"PK\3\4", "b.jsonl:1 is a zip archive (or .docx, .npz, .pt): extract it"),
     "bzip2": ("a.txt", bz2.compress(b"a"), "a.txt:1 is bzip2 data: extract it"),
+    "LFS": (
+        "a.txt",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        "a.txt:1 is a Git LFS pointer (`git lfs pull` fetches the file)",
+    ),
     "PDF": ("a.txt", b"%PDF-1.7\n", "a.txt:1 is a PDF file: extract it, or save its text"),
     "Arrow": ("a", b"\xff\xff\xff\xff\x10\1\0\0", "a:1 is an Arrow file: extract it, or save"),
     "shard": ("a", (20240520).to_bytes(4, "little"), "a:1 is a shard of tokens"),
@@ -334,6 +342,17 @@ def test_mistakes_are_refused(tmp_path, monkeypatch, arguments, sentence):
 
 
 # ---- What is in the folder already --------------------------------------------------------------
+def test_a_file_system_without_locks_or_space_is_explained(tmp_path, monkeypatch, capsys):
+    lines = write_lines(tmp_path / "a.jsonl", TEXTS)
+    error = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
+    packed(tmp_path / "out", lines)
+    assert "out is not locked (No locks available): start only one" in capsys.readouterr().out
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(pack, "write_split", Mock(side_effect=full))
+    assert "out has no space for the tokens" in refusal(tmp_path / "out", lines)
+
+
 def test_fault_4_and_7_a_pack_that_fails_changes_nothing(tmp_path):
     lines = write_lines(tmp_path / "a.jsonl", TEXTS)
     packed(tmp_path / "out", lines)

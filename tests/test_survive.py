@@ -152,6 +152,14 @@ def test_simultaneous_signals_count_once_and_ignored_ones_never(tiny, tmp_path):
     assert checkpoints(tmp_path / "logs" / "one") == ["state_step0000000005.pt"]
 
 
+def test_a_limit_of_cpu_time_saves_a_checkpoint(tiny, tmp_path):
+    """Past the limit, the kernel repeats its signal every second."""
+    later = "time.monotonic = lambda clock=time.monotonic: clock() + 1.1"
+    kill = "os.kill(os.getpid(), signal.SIGXCPU)"
+    trained({**tiny, "run_id": "limit"}, script=faulty_script(tmp_path, f"{kill}; {later}; {kill}"))
+    assert checkpoints(tmp_path / "logs" / "limit") == ["state_step0000000005.pt"]
+
+
 def test_a_signal_to_torchrun_saves_a_checkpoint(tiny, tmp_path):
     fields = {**tiny, "num_iterations": 5000, "allow_repeat": True, "run_id": "t"}
     script = faulty_script(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
@@ -462,6 +470,7 @@ REFUSALS = [
     ({**FIRST, "seed": 1}, "first/model.pt was saved with seed=1337"),
     ({**FIRST, "train_files": "other/*.bin"}, "first/model.pt was saved with train_data="),
     ({"resume": INIT["init"]}, "holds only weights: start a new run with --init"),
+    ({**HALF, "init": INIT["init"]}, "pass either --init or --resume=PATH"),
     ({"run_id": "half"}, "half exists: .*--resume=auto to continue it"),
     ({"run_id": "half.txt"}, "File exists: .*logs/half.txt"),
     ({"run_id": "folder"}, FOREIGN),
@@ -492,6 +501,17 @@ def test_conflicts_with_earlier_runs_are_rejected(
     write_shard(Path("other/train_0.bin"), np.arange(3000) % 64)
     write_weights(tmp_path / "logs" / "old.pt", train_gpt2.read_pt(weights) | {"format": 1})
     refused(sentence, tiny, **changes)
+
+
+def test_a_checkpoint_needs_the_optimizers_of_its_run(half, monkeypatch):
+    """States of another optimizer would be dropped without a word."""
+
+    def with_sgd(model, args, build=train_gpt2.build_optimizers):
+        muon, adamw = build(model, args)
+        return [muon, torch.optim.SGD(adamw.param_groups)]
+
+    monkeypatch.setattr(train_gpt2, "build_optimizers", with_sgd)
+    refused(r"saved with optimizers=Muon, AdamW \(here Muon, SGD\)", half)
 
 
 def test_a_run_starts_from_the_weights_of_another(tiny, weights, capsys):
