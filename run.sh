@@ -2,8 +2,7 @@
 # bash run.sh [--name=value ...]     train the record for this machine. With GPUs, it is GPT-2 124M
 #     on FineWeb (loss 3.2755 after 12.0 minutes on 8xH100, according to the public log). run.sh asks
 #     before it downloads the shards that the run needs, up to 5.6 GB, unless --yes is given. Without
-#     GPUs, it is a model of Python sources with 0.5M parameters and an n-gram table (loss 1.2494, n=5,
-#     sd 0.0078).
+#     GPUs, it is a model of Python sources with 0.5M parameters and an n-gram table (loss 1.2494).
 # bash run.sh --preset=text          train on your own text, which `bash run.sh pack` prepares
 # bash run.sh repeat N [--name=value ...]  train with N seeds and print the mean loss
 # bash run.sh test [...]             run the test suite, or pytest with these arguments
@@ -14,7 +13,7 @@
 # bash run.sh data                   only prepare the data of the CPU record
 # The environment variables NPROC and PYTHON set the number of processes and the interpreter. data/ and logs/
 # are relative to the current folder. .venv is beside run.sh, and `test` runs there.
-# The # at the end of these lines makes them valid with Windows line ends, too.
+# A # ends each of the next four lines, so that they also run with Windows line ends.
 fail() { echo "run.sh: $*" >&2; exit 1; } #
 if [ -z "${BASH_VERSION:-}" ]; then fail "start it with: bash run.sh"; fi #
 if (return 0 2>/dev/null); then echo "run.sh: start it with: bash run.sh" >&2; return 1; fi # it is sourced
@@ -27,7 +26,7 @@ while [ -L "$script" ]; do  # macOS before 12.3 has no readlink -f
     script=$target
 done
 root=$(CDPATH='' cd "$(dirname "$script")" && pwd)
-unset PYTHONSAFEPATH  # with it, a tool would not find the modules beside it
+unset PYTHONSAFEPATH  # with it, Python would not find the modules beside a tool
 # Limit the spinning of waiting threads for the tools, too, as train_gpt2.py does for itself.
 [ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 
@@ -37,11 +36,10 @@ trap 'echo "run.sh: stopped" >&2; exit 130' INT
     fail "NPROC=$NPROC must be a number of processes from 1 to 9999; unset it to start one per GPU"
 
 tool=$root/records/tools/${1:-none}.py
-grep -qs '^if __name__ == "__main__":' "$tool" || tool=  # the other files there are modules
+grep -qs '^if __name__ == "__main__":' "$tool" || tool=  # only files with this line are tools
 case "${1:-}" in
 "" | -* | test | check | profile | data | pack | records/* | [!-]*/records/*) ;;
-*) [ -n "$tool" ] || fail "$1 is neither a setting (--name=value) nor a tool: \`head -16 '$0'\`" \
-    "shows what there is" ;;
+*) [ -n "$tool" ] || fail "$1 is neither a setting (--name=value) nor a tool: see the top of $script" ;;
 esac
 
 # Use the packages of $PYTHON, or install them into .venv if one is missing. Python runs in $root if
@@ -65,8 +63,9 @@ if ! reason=$(cd "$root" && "$python" -c "$has_packages" 2>&1); then
     venv=$root/.venv
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     if ! "$venv/bin/python" -c "$has_packages" 2>/dev/null; then
-        echo "$python: ${reason##*: }; installing ${requirements##* } into $venv"
-        "$venv/bin/python" -m pip install -r "$root/${requirements##* }"
+        requirements=${requirements##* }  # the last file includes the others
+        echo "$python: ${reason##*: }; installing $requirements into $venv"
+        "$venv/bin/python" -m pip install -r "$root/$requirements"
     fi
     python=$venv/bin/python
 fi
@@ -75,7 +74,7 @@ fi
 count_gpus() {
     gpus=0
     case " $* " in
-    *" --preset"[=\ ]"cpu "*) ;;  # the CPU record, even if there are GPUs
+    *" --preset"[=\ ]"cpu "*) ;;  # --preset=cpu or --preset cpu: no GPU, even if there are some
     *) gpus=$(cd "$root" && "$python" -c "
 import glob, signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -90,7 +89,7 @@ else:
 # Replace the shell with NPROC processes of a script; the default is one per GPU, or one.
 launch() {
     local processes=${NPROC:-$gpus} torchrun=
-    [ "$gpus" -gt 0 ] || set -- "$1" --preset=cpu "${@:2}"
+    [ "$gpus" -gt 0 ] || set -- "$1" --preset=cpu "${@:2}"  # a later --preset wins
     if [ "$1" = "$root/records/tools/repeat.py" ]; then
         export NPROC=$((processes > 1 ? processes : 1))  # of each run that it starts
     elif [ "$processes" -gt 1 ]; then
@@ -169,7 +168,9 @@ records/* | [!-]*/records/*) exec "$python" "$root/records/tools/rerun.py" "$@" 
         shift
         [ "$argument" = --yes ] || set -- "$@" "$argument"
     done
-    [ "$tool $gpus $# ${NPROC:-1}" = " 0 0 1" ] || launch "$script" $runs "$@"
+    if [ -n "$tool" ] || [ "$gpus" -gt 0 ] || [ $# -gt 0 ] || [ "${NPROC:-1}" != 1 ]; then
+        launch "$script" $runs "$@"
+    fi
     # Without arguments, the CPU record ends with a sample, unless a signal stops the training. Both
     # run in one process, because importing torch is slow.
     exec "$python" -c "

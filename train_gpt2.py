@@ -642,11 +642,12 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     a, b, c = 3.4445, -4.7750, 2.0315
     addmm = torch.addmm if G.ndim == 2 else torch.baddbmm  # addmm(C, A, B) = beta C + alpha A B
     tall = G.size(-2) > G.size(-1)
-    # Squares of 1e30 overflow float32, and MPS has no float64. Norms of rows first: this is faster.
+    # float64, because squaring 1e30 overflows float32; MPS lacks it.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
+    # Two reductions are faster than one over the whole matrix.
     row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=norm_dtype)
-    norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
-    X = (G.float() / (norm + 1e-7).float()).to(dtype)
+    frobenius_norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
+    X = (G.float() / (frobenius_norm + 1e-7).float()).to(dtype)
     X = X.mT if tall else X  # (m, n) with m <= n, or a stack
     m, n = X.shape[-2:]
     if n < 2 * m:
@@ -656,10 +657,10 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
             X = addmm(X, Z, X, beta=a)  # (a I + Z) X
     else:
         identity = torch.eye(m, dtype=dtype, device=G.device)
-        for iterations in (2, 3):  # five in all
+        for iterations in (2, 3):  # R is computed anew after two of the five iterations
             R = X @ X.mT
             Z = addmm(R, R, R, beta=b, alpha=c)
-            Q = Z + a * identity  # the factor of the first iteration
+            Q = Z + a * identity
             for _ in range(iterations - 1):
                 R = addmm(R, R, Z, beta=a)  # R (a I + Z)
                 R = addmm(R, Z, R, beta=a)  # (a I + Z) R (a I + Z)
@@ -676,23 +677,22 @@ class Muon(torch.optim.Optimizer):
     which alone keeps its momentum and computes its update. All ranks apply the update. Small
     matrices of the same shape are processed together (see stacks_of).
 
-    params: matrices, or convolution kernels (M, ...) with four dimensions, flattened to (M, N). The
-      gradients must be summed or averaged over the ranks. A parameter that has no gradient on the
+    params: 2-D matrices, or 4-D convolution kernels, which are flattened to (M, N). The gradients
+      must already be summed or averaged over the ranks. A parameter that has no gradient on the
       rank that owns it is not updated.
     lr: RMS change of an entry per step.
     beta2: of the moving averages with which NorMuon gives all rows of an update (all columns, if it
       is wide) about the same size (https://arxiv.org/abs/2510.05491); 0 leaves updates as they are.
     cautious: whether weight decay spares the entries that the update makes larger.
-    rank, world_size: of this process in process_group; None is PyTorch's default group.
-    dtype: of the matmuls; float16 is more precise than bfloat16, but slow on CPUs.
+    rank, world_size: position and size in process_group; None stands for PyTorch's default group.
+    dtype: dtype of the matmuls; float16 is more precise than bfloat16, but slow on CPUs.
     Raises ValueError if a parameter or a value is invalid.
 
-    Updates are scaled by sqrt(max(M, N)). To convert from torch.optim.Muon, with one param group
-    for each number of columns N if adjust_lr_fn is "original":
+    Updates are scaled by sqrt(max(M, N)). To convert from torch.optim.Muon:
 
         adjust_lr_fn         lr here          weight_decay here
         "match_rms_adamw"    0.2 * lr         weight_decay / 0.2
-        "original"           lr / sqrt(N)     weight_decay * sqrt(N)
+        "original"           lr / sqrt(N)     weight_decay * sqrt(N), one param group per N
     """
 
     def __init__(
@@ -715,8 +715,8 @@ class Muon(torch.optim.Optimizer):
         self.process_group = process_group
         self.dtype = dtype
         self.owner = {}  # the rank that owns each parameter
-        self.loads = [0] * world_size  # cost of each rank's matrices
-        # This calls add_param_group, which fills owner and loads.
+        self.rank_costs = [0] * world_size  # cost of the matrices of each rank
+        # This calls add_param_group, which fills owner and rank_costs.
         defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(params, defaults | dict(beta2=beta2, cautious=cautious))
 
@@ -729,10 +729,10 @@ class Muon(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for stack in stacks_of(param_group["params"]):
-            rank = self.loads.index(min(self.loads))
+            owner = self.rank_costs.index(min(self.rank_costs))
             for p in stack:
-                self.owner[p] = rank
-                self.loads[rank] += matrix_cost(p)
+                self.owner[p] = owner
+                self.rank_costs[owner] += matrix_cost(p)
 
     @torch.no_grad()
     def step(self, closure=None, gradient_sums=None):
@@ -751,15 +751,15 @@ class Muon(torch.optim.Optimizer):
             stacks = stacks_of(group["params"])  # the same as in add_param_group
             # Neighbouring stacks usually belong to different ranks, so the ranks compute a bucket
             # of them in parallel. Its all-reduce runs while they compute the next one.
-            buckets = []
+            pending = []
             for first in range(0, len(stacks), self.world_size):
                 bucket = stacks[first : first + self.world_size]
                 for p in [p for stack in bucket for p in stack]:
                     if p in gradient_sums:
                         gradient_sums[p].wait()
-                buckets.append(self.start_updates(bucket, group))
-            for bucket in buckets:
-                self.finish_updates(bucket, group)
+                pending.append(self.start_updates(bucket, group))
+            for updates in pending:
+                self.finish_updates(updates, group)
         return loss
 
     def start_updates(self, stacks, group):
@@ -783,32 +783,32 @@ class Muon(torch.optim.Optimizer):
 
         The updates of parameters without gradients stay 0.
         """
-        pairs = list(zip(stack, slot.chunk(len(stack))))
-        pairs = [(p, update) for p, update in pairs if p.grad is not None]
+        pairs = [pair for pair in zip(stack, slot.chunk(len(stack))) if pair[0].grad is not None]
         if not pairs:
             return
         M, N = stack[0].flatten(1).shape
+        mu = group["momentum"]
         directions = torch.empty(len(pairs), M, N, dtype=self.dtype, device=slot.device)
         for (p, _), direction in zip(pairs, directions):
             if p not in self.state:
                 self.state[p].update(new_muon_state(p, group))
-            momentum, mu = self.state[p]["momentum_buffer"], group["momentum"]
-            momentum.lerp_(p.grad, 1 - mu)  # a moving average of gradients
-            # Nesterov: look one momentum step ahead. The scale of the direction does not matter, so
-            # lerp(gradient, momentum, mu) is divided by mu: one operation writes it.
+            buffer = self.state[p]["momentum_buffer"]
+            buffer.lerp_(p.grad, 1 - mu)  # a moving average of gradients
+            # Nesterov momentum is lerp(gradient, buffer, mu). It is divided by mu, because its
+            # scale does not matter and torch.add, unlike torch.lerp, can write into another dtype.
             weight = (1 - mu) / mu if mu else 0.0
-            torch.add(momentum, p.grad, alpha=weight, out=direction.view_as(p))
+            torch.add(buffer, p.grad, alpha=weight, out=direction.view_as(p))
         if len(pairs) == 1:
-            directions = directions[0]  # a plain matmul is faster than a batched one
+            directions = directions[0]  # (M, N): a plain matmul is faster than a batched one
         results = zeropower_via_newtonschulz5(directions, self.dtype)
         for (p, update), result in zip(pairs, results.reshape(len(pairs), M, N)):
             if group["beta2"]:
                 equalize_rows(result, self.state[p]["row_squares"], group["beta2"])
             update.copy_(result.flatten())
 
-    def finish_updates(self, bucket, group):
+    def finish_updates(self, updates, group):
         """Wait for what start_updates returned and apply it to the parameters."""
-        stacks, slots, work = bucket
+        stacks, slots, work = updates
         if work is not None:
             work.wait()
         for stack, slot in zip(stacks, slots):
@@ -826,11 +826,9 @@ class Muon(torch.optim.Optimizer):
 
         Raises ValueError if it belongs to another optimizer, such as torch.optim.Muon.
         """
-        options = set().union(*state_dict["param_groups"])
-        known = {"params", "param_names", "initial_lr"}.union(*self.param_groups)
-        if not self.defaults.keys() <= options <= known:
-            given = f"a state whose groups have the options {sorted(options)}"
-            raise ValueError(f"{given} is not Muon's: load one from Muon's full_state_dict()")
+        for group in state_dict["param_groups"]:
+            if not self.defaults.keys() <= group.keys() or "nesterov" in group:  # PyTorch's Muon
+                raise ValueError("the state is not Muon's: load one from Muon's full_state_dict()")
         super().load_state_dict(state_dict)
         for p, owner in self.owner.items():
             if owner != self.rank:
@@ -839,7 +837,7 @@ class Muon(torch.optim.Optimizer):
     def full_state_dict(self):
         """Collective: return state_dict() with the states of all ranks, for a checkpoint.
 
-        The other ranks' states are not in state_dict(), so torch.distributed.checkpoint needs this.
+        state_dict() itself holds only the momenta of this rank.
         """
         full = self.state_dict()
         pairs = [(p, group) for group in self.param_groups for p in group["params"]]
@@ -856,22 +854,21 @@ class Muon(torch.optim.Optimizer):
 
     def __getstate__(self):
         """Return what pickle and copy.deepcopy need, including the attributes of this class."""
-        own = ("rank", "world_size", "process_group", "dtype", "owner", "loads")
+        own = ("rank", "world_size", "process_group", "dtype", "owner", "rank_costs")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
 
 def check_muon_group(group):
-    """Raise ValueError unless Muon can treat the parameters and the options of a group."""
+    """Raise ValueError unless Muon can handle the parameters and the options of a group."""
     for p in group["params"]:
         if p.ndim not in (2, 4):
-            fix = "give each matrix of a stack as its own parameter, and the rest to AdamW"
-            raise ValueError(
-                f"Muon takes matrices, not parameters of shape {tuple(p.shape)}: {fix}"
-            )
-    if not (group["lr"] >= 0 and 0 <= group["momentum"] < 1 and group["weight_decay"] >= 0):
-        raise ValueError("lr, momentum, weight_decay must be at least 0, and momentum below 1")
+            fix = "split stacks into matrices, and give other parameters to AdamW"
+            raise ValueError(f"Muon takes 2-D and 4-D parameters, not {tuple(p.shape)}: {fix}")
+    lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
+    if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0):
+        raise ValueError(f"{lr=}, {momentum=}, {weight_decay=} must be >= 0, and momentum < 1")
     if not 0 <= group["beta2"] < 1:
-        raise ValueError(f"beta2={group['beta2']} must be at least 0 and below 1")
+        raise ValueError(f"beta2={group['beta2']} must be >= 0 and < 1")
 
 
 def new_muon_state(p, group):
@@ -903,7 +900,7 @@ def matrix_cost(p):
     m, n = sorted(p.flatten(1).shape)
     if n < 2 * m:  # five iterations with three products each: R, Z and X
         return 5 * m * m * (n + m + n)
-    # R and X twice each; then Z five times, R six times and Q three times
+    # Two products for R and two for X, of n columns; of m: five for Z, six for R, three for Q.
     return m * m * (4 * n + 14 * m)
 
 
@@ -915,11 +912,10 @@ def stacks_of(params):
     batched matmul can change the last bits of its result.
     """
     stacks = []
-    # Sorting by shape as well brings matrices of one shape together. The sort is stable, so
-    # matrices of the same shape keep the order of params.
+    # Sorting by shape, too, makes matrices of one shape neighbours, in the order of params.
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
-        max_size = max(1, min(8, 2**20 // p.numel()))
-        if stacks and stacks[-1][0].shape == p.shape and len(stacks[-1]) < max_size:
+        max_matrices = max(1, min(8, 2**20 // max(1, p.numel())))
+        if stacks and stacks[-1][0].shape == p.shape and len(stacks[-1]) < max_matrices:
             stacks[-1].append(p)
         else:
             stacks.append([p])
@@ -1105,7 +1101,7 @@ def apply_schedule(model, optimizers, step, args):
 
 
 def build_optimizers(model, args):
-    """Return the optimizers of a model: Muon, AdamW, and Adagrad if there is an n-gram table."""
+    """Return the optimizers of a model. apply_schedule scales their rates and weight decay."""
     build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
     ranks = dict(rank=get_rank(), world_size=get_world_size())
     optimizers = build(model, args, dict(momentum=args.muon_momentum, dtype=model.dtype, **ranks))
@@ -1113,7 +1109,7 @@ def build_optimizers(model, args):
         raise UserError("every parameter of the model must be in exactly one optimizer")
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # apply_schedule scales both
+            group["initial_lr"] = group["lr"]
             group["initial_weight_decay"] = group["weight_decay"]
     return optimizers
 
@@ -1128,9 +1124,9 @@ def gpt2_optimizers(model, args, muon_options):
 
 
 def modern_optimizers(model, args, muon_options):
-    """Return the optimizers of the modern model: Muon, AdamW, and Adagrad for the n-gram table.
+    """Return the optimizers of the modern model: Muon, AdamW, and for n-grams perhaps Adagrad.
 
-    The betas of AdamW, and beta2 and the decay of Muon, are those of record 62.
+    The betas of AdamW and beta2 of Muon are those of record 62.
     """
     attention = [block.attn for block in model.h if block.attn is not None]
     with_values = [attn for attn in attention if attn.value_table is not None]
@@ -1342,6 +1338,7 @@ def set_up(args, stop):
     torch.manual_seed(args.seed)
     model = build_model(args, getattr(torch, dtype)).to(device)
     optimizers = build_optimizers(model, args)
+    facts["optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     return Run(args, device, model, optimizers, train_loader, validation, facts, Log(args), stop)
 
 
@@ -1378,10 +1375,7 @@ def main(args, stop=None):
 # ---- Machinery: command line ---------------------------------------------------------------------
 def check_settings(args):
     """Raise UserError unless the settings have the right types and ranges, and fit each other."""
-    positive = {
-        "vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "sequence_length", "adamw_every",
-        "num_iterations", "keep_checkpoints", "device_batch_size", "comm_timeout",
-    }  # fmt: skip
+    zero_allowed = {"seed", "document_token", "ngram_rows", "val_tokens", "val_loss_every"}
     for field in dataclasses.fields(args):
         name, value, choices = field.name, getattr(args, field.name), get_args(field.type)
         if choices and value not in choices:
@@ -1390,7 +1384,8 @@ def check_settings(args):
         if not choices and not isinstance(value, types):
             raise UserError(f"{name}={value!r} must be of type {field.type.__name__}")
         if field.type in (int, float):
-            low = 1 if name in positive else 0
+            # A default is always allowed.
+            low = min(field.default, 0 if field.type is float or name in zero_allowed else 1)
             if not low <= value < math.inf:
                 raise UserError(f"{name}={value!r} must be finite and at least {low}")
         if field.metadata.get("modern") and args.model != "modern" and value != field.default:
@@ -1403,7 +1398,7 @@ def check_settings(args):
         if getattr(args, name) >= 1:
             raise UserError(f"{name}={getattr(args, name)} must be less than 1")
     if args.n_embd % (2 * args.n_head):
-        raise UserError(f"n_embd={args.n_embd} must be a multiple of 2 n_head = {2 * args.n_head}")
+        raise UserError(f"n_embd={args.n_embd} must be divisible by 2 * n_head = {2 * args.n_head}")
     if args.max_ngram < 2:
         raise UserError("max_ngram must be at least 2; for no n-grams, pass --ngram_rows=0")
     for name in ("num_iterations", "save_every"):
@@ -1412,12 +1407,15 @@ def check_settings(args):
     if args.model == "modern" and args.n_embd < GATE_CHANNELS:
         raise UserError(f"n_embd={args.n_embd} must be at least {GATE_CHANNELS}")
     if args.window and args.sequence_length % BLOCK:
-        raise UserError(f"with a window, sequence_length must be a multiple of {BLOCK}")
+        raise UserError(f"--window needs a --sequence_length that is a multiple of {BLOCK}")
     if args.window and args.document_token >= args.vocab_size:
         fix = "pass --document_token=256 if the data are bytes"
         raise UserError(f"document_token={args.document_token} is not in the vocabulary: {fix}")
     if not re.fullmatch(r"([\w-][\w.-]*)?", args.run_id):
-        raise UserError(f"run_id={args.run_id!r} may contain only letters, digits and '-_.'")
+        allowed = "may contain only letters, digits and '-_.', and not begin with '.'"
+        raise UserError(f"run_id={args.run_id!r} {allowed}")
+    if args.init and args.resume not in ("", "auto"):
+        raise UserError("pass either --init or --resume=PATH: both say where the weights come from")
     if args.resume == "auto" and not args.run_id:
         raise UserError("--resume=auto needs --run_id to know which run to resume")
 
@@ -1438,7 +1436,7 @@ def parse_args(argv):
                 settings[field.name] = field.default
     if "vocab_size" not in given:
         size = read_manifest(settings["train_files"]).get("vocab_size", settings["vocab_size"])
-        # Byte vocabularies are not padded; others are, for speed.
+        # Rounded up for speed, unless it is as small as the 257 of bytes.
         settings["vocab_size"] = size if size < 1024 else math.ceil(size / 128) * 128
     return Hyperparameters(**settings)
 
@@ -1472,13 +1470,13 @@ def build_parser():
         free=parser.add_argument_group("files and machine, which a resumed run may change"),
     )
     for field in dataclasses.fields(Hyperparameters):
-        help = field.metadata.get("help", "").replace("%", "%%")
+        text = field.metadata.get("help", "").replace("%", "%%")
         groups[field.metadata.get("role", "training")].add_argument(
             f"--{field.name}",
             type={bool: boolean, int: int, float: float}.get(field.type, str),
             choices=get_args(field.type) or None,  # the values of a Literal
             metavar=str(field.default) or "''",  # --help shows the default here
-            help=help + (" (only modern)" if field.metadata.get("modern") else ""),
+            help=text + (" (only modern)" if field.metadata.get("modern") else ""),
         )
     return parser
 
@@ -1492,7 +1490,7 @@ def read_manifest(files):
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_text(encoding="utf-8")))  # TypeError for a number
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): repack the data, or remove it") from None
 
@@ -1523,8 +1521,11 @@ def open_data(args, device):
 
     val_stream = TokenStream(args.val_files, args.vocab_size)
     usable = (val_stream.total_tokens - 1) // T * T
-    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))
-    if val_tokens % T or not 0 < val_tokens <= usable:
+    if usable == 0:
+        raise UserError(f"{args.val_files!r} has at most {T} tokens: lower --sequence_length")
+    default = max(T, 2**18 // T * T)  # about 2**18 tokens, in complete sequences
+    val_tokens = args.val_tokens or min(usable, default)
+    if val_tokens % T or val_tokens > usable:
         limits = f"a multiple of sequence_length={T} up to {usable} for {args.val_files!r}"
         raise UserError(f"val_tokens={val_tokens} must be {limits}")
     # Neighbouring sequences share a token: the last target of one is the first input of the next.
@@ -1533,7 +1534,7 @@ def open_data(args, device):
 
     train_data, val_data = stream.checksums(), val_stream.checksums()
     if len({*train_data, *val_data}) < len(train_data) + len(val_data):
-        raise UserError("train_files and val_files overlap, or a shard occurs twice: remove one")
+        raise UserError("train_files and val_files overlap, or two shards are equal: remove copies")
     encoding = read_manifest(args.train_files).get("encoding")  # None for other shards
     val_encoding = read_manifest(args.val_files).get("encoding")
     if None not in (encoding, val_encoding) and encoding != val_encoding:
@@ -1552,7 +1553,7 @@ def choose_device(args):
     index = int(os.environ.get("LOCAL_RANK", "0")) if gpus > 1 else 0
     if index >= gpus or not torch.cuda.is_available():
         fix = "start fewer processes, check the driver, or pass --device=cpu"
-        raise UserError(f"process {index} needs a GPU, but PyTorch can use {gpus}: {fix}")
+        raise UserError(f"GPU {index} is not available ({gpus} found): {fix}")
     return torch.device("cuda", index)
 
 
@@ -1573,7 +1574,7 @@ def choose_dtype(args, device):
 
 def configure_backend(args, device):
     """Set PyTorch's global options for this device."""
-    torch.sparse.check_sparse_tensor_invariants.disable()  # the default; if unset, Adagrad warns
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but Adagrad warns if unset
     if device.type == "cuda":
         return
     # The first call of each of these functions can return wrong values if it is multithreaded, so
@@ -1612,7 +1613,8 @@ def compile_model(run):
         loss.backward()
     except BackendCompilerFailed as error:
         cause = " ".join(str(error).split())
-        fix = "install g++ and the headers of Python, or pass --compile=False"
+        fix = "pass --compile=False, install g++ and Python's headers if they are missing, or set "
+        fix += "TORCHINDUCTOR_CACHE_DIR to a folder where programs can be written and run"
         raise UserError(f"the model cannot be compiled ({cause:.200}): {fix}") from None
     run.model.zero_grad()
     loss.item()  # waits for the device
@@ -1666,16 +1668,16 @@ def join_ranks(args):
         timeout = timedelta(seconds=args.comm_timeout)
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            # After a restart by torchrun, the store still holds the keys of the earlier attempts.
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            where = dict(store=store, rank=rank, world_size=world_size)
+            dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
         except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
-            raise UserError(f"cannot join the processes of torchrun ({error})") from None
-        # After a restart by torchrun, the store still holds the keys of the earlier attempts.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        where = dict(store=store, rank=rank, world_size=world_size)
-        dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
+            raise UserError(f"cannot join the other ranks ({error}): use torchrun") from None
     if "RANK" not in os.environ:
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if os.environ.get(name, "1") != "1":
-                fix = "use torchrun, or set the variables as in the README's Slurm file"
+                fix = "use torchrun, or records/2026-11-25_Slurm/train.sbatch"
                 raise UserError(f"{name}={os.environ[name]}, but RANK is not set: {fix}")
     return device
 
@@ -1715,7 +1717,7 @@ def check_ranks_agree(facts, fix):
 def check_weights_agree(model):
     """Collective: raise UserError on a rank whose weights differ from those of rank 0."""
     bits = [p.detach().float().view(torch.int32) for p in model.parameters()]
-    checksum = sum(values.sum(dtype=torch.int32) for values in bits).item()
+    checksum = sum(values.sum(dtype=torch.int32) for values in bits).item()  # modulo 2**32
     check_ranks_agree(dict(weights=checksum), "check the hardware, and resume from a checkpoint")
 
 
@@ -1737,12 +1739,14 @@ class StopRequest:
         """Request a stop. A second signal, at least a second later, ends the process at once."""
         if not self.requested:
             self.requested, self.signal_time = True, time.monotonic()
-            # Without a stderr from the start, descriptor 2 may be another file.
+            if number == signal.SIGXCPU:
+                signal.signal(number, signal.SIG_IGN)  # the kernel repeats it every second
+            # If stderr was closed at the start, descriptor 2 may be another file.
             if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
                 with contextlib.suppress(OSError):  # the terminal may be closed
                     os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
-        # Ctrl-C may arrive twice within a second: from the terminal, and from torchrun or run.sh.
         elif time.monotonic() - self.signal_time > 1:
+            # Within a second, one Ctrl-C may arrive from the terminal and from torchrun or run.sh.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -1774,11 +1778,8 @@ class Log:
                 else:
                     print(line, flush=True)
         if self.file is not None:
-            try:
+            with contextlib.suppress(OSError):  # the disk may be full
                 self.file.write(f"{line}\n".encode(errors="backslashreplace"))
-            except OSError as error:
-                print(f"warning: the log ends here: {self.path}: {error.strerror}")
-                self.file = None
 
     def progress(self, step, result, more="", show=True):
         """Log a result after `step` steps, with the training time so far."""
@@ -1796,16 +1797,14 @@ class Log:
 
     def progress_bar(self, step):
         """Return a context manager that shows a progress bar, if rank 0 has a terminal and tqdm."""
-        try:
-            from tqdm import tqdm
-        except ImportError:  # it is optional
-            return contextlib.nullcontext()
-        if get_rank() != 0 or not (os.isatty(1) and os.isatty(2)):
-            return contextlib.nullcontext()
-        tokens_per_step = self.args.batch_size * self.args.sequence_length
-        total = self.args.num_iterations
-        self.bar = tqdm(initial=step, total=total, unit="tok", unit_scale=tokens_per_step)
-        return self.bar
+        if get_rank() == 0 and os.isatty(1) and os.isatty(2):
+            with contextlib.suppress(ImportError):  # tqdm is optional
+                from tqdm import tqdm
+
+                tokens_per_step = self.args.batch_size * self.args.sequence_length
+                total = self.args.num_iterations
+                self.bar = tqdm(initial=step, total=total, unit="tok", unit_scale=tokens_per_step)
+        return self.bar or contextlib.nullcontext()
 
     def start_phase(self, phase):
         """Add the time since the last call to the current phase, and start another one."""
@@ -1837,8 +1836,8 @@ def log_header(run):
     commit = ""
     with contextlib.suppress(OSError):  # git is not installed
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    processes = f"processes:{get_world_size()} threads:{torch.get_num_threads()}"
-    log(f"torch:{torch.__version__} commit:{commit} device:{device_name(run.device)} {processes}")
+    workers = f"processes:{get_world_size()} threads:{torch.get_num_threads()}"
+    log(f"torch:{torch.__version__} commit:{commit} device:{device_name(run.device)} {workers}")
     log(f"matmul_dtype:{args.dtype} micro_batch:{run.micro_batch} val_tokens:{args.val_tokens}")
     data = f"train_data:{run.facts['train_data']} val_data:{run.facts['val_data']}"
     log(f"train_tokens:{run.train_loader.stream.total_tokens} {data}")
@@ -1849,13 +1848,14 @@ def log_header(run):
 
 def finish(run):
     """Save the weights, and with save_every a checkpoint; log a summary as `key: value` lines."""
-    args, log, weights = run.args, run.log, run.folder / "model.pt"
+    args, log = run.args, run.log
     if not math.isfinite(run.val_loss):
         raise UserError(f"the run diverged (val_loss={run.val_loss}): lower the learning rates")
     if args.save_every:
         save_checkpoint(run)  # to continue with a larger num_iterations
-    if not save(run, weights.name):
-        raise UserError(f"{weights} was not written: free disk space, then pass --resume=auto")
+    weights = save(run, "model.pt")
+    if weights is None:
+        raise UserError("the weights were not written: free disk space, then resume or start again")
     log(f"val_loss: {run.val_loss:.4f}")
     if args.target_val_loss:
         log(f"target_val_loss: {args.target_val_loss}")
@@ -1875,9 +1875,9 @@ def save_and_stop(run):
     """Save a checkpoint and log how to continue."""
     path = save_checkpoint(run)
     if path is None:
-        raise UserError(f"stopped after step {run.step} without a checkpoint: free disk space")
-    run_id = run.folder.name
-    run.log(f"saved {path}; to continue, add --run_id={run_id} --resume=auto to the command")
+        fix = "free disk space, then resume from an older one"
+        raise UserError(f"stopped after step {run.step}, but no checkpoint was written: {fix}")
+    run.log(f"saved {path}; to continue, add --run_id={run.args.run_id} --resume=auto")
     run.log(f"stopped by a signal after step {run.step}")
 
 
@@ -1886,42 +1886,47 @@ FORMAT = 4  # version of the .pt files
 
 
 def save(run, name, **more):
-    """Write the weights, settings and facts of a run, and more; return whether it succeeded.
+    """Write the weights, settings and facts of a run, and more; return the path.
 
-    Only rank 0 writes, atomically; the others return True. If writing fails, for example because
-    the disk is full, this is logged. If a tensor is not finite, all ranks raise UserError.
+    Only rank 0 writes, atomically. If writing fails, for example because the disk is full, this is
+    logged, and rank 0 returns None. If a tensor is not finite, all ranks raise UserError.
     """
+    check_folder(run)
     path, partial = run.folder / name, run.folder / "partial"
     state = dict(format=FORMAT, run_id=run.args.run_id, step=run.step, val_loss=run.val_loss)
     state |= dict(hyperparameters=vars(run.args), facts=run.facts, model=run.model.state_dict())
     state |= more
     for value in tree_leaves(state):
         if isinstance(value, torch.Tensor) and not value.isfinite().all():
-            raise UserError(
-                f"{path} was not written: a value is not finite; lower the learning rates"
-            )
+            raise UserError(f"{path} was not written (not finite): lower the learning rates")
     if get_rank() != 0:
-        return True
-    lock_path = run.folder / "run.lock"
-    if not (lock_path.exists() and os.path.samefile(lock_path, run.lock.fileno())):
-        lost, run.folder = run.folder, Path(f"{run.folder}-{os.urandom(3).hex()}")
-        run.log.path = Path(f"{run.folder}.txt")
-        claim_folder(run)
-        log_header(run)  # into the new log
-        run.log(f"warning: {lost} was deleted or replaced; the run continues in {run.folder}")
-        partial, path = run.folder / "partial", run.folder / name
+        return path
     try:
         with run.log.timed("checkpoint"), open(partial, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-        return True
+        return path
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         run.log(f"warning: {name} was not written ({error.__context__ or error})")
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)  # frees the space of the partial file
-        return False
+        return None
+
+
+def check_folder(run):
+    """If another process has deleted or replaced the folder of a run, give the run a new one."""
+    lock_path = run.folder / "run.lock"
+    if get_rank() != 0 or (lock_path.exists() and os.path.samefile(lock_path, run.lock.fileno())):
+        return
+    lost, run_id = run.folder, f"{run.args.run_id}-{os.urandom(3).hex()}"
+    run.args = dataclasses.replace(run.args, run_id=run_id)
+    run.folder, run.best_loss = Path(run.args.log_dir, run_id), math.inf  # best.pt is lost, too
+    run.log.path = Path(f"{run.folder}.txt")
+    claim_folder(run)
+    log_header(run)  # into the new log
+    run.log(f"warning: {lost} was deleted or replaced; the run continues in {run.folder}")
 
 
 def save_checkpoint(run):
@@ -1929,15 +1934,14 @@ def save_checkpoint(run):
 
     Return the path of the checkpoint, or None on rank 0 if it could not be written.
     """
+    check_folder(run)  # may change best_loss
     states = [
-        getattr(optimizer, "full_state_dict", optimizer.state_dict)()["state"]
-        for optimizer in run.optimizers
+        (o.full_state_dict() if isinstance(o, Muon) else o.state_dict())["state"]
+        for o in run.optimizers
     ]
-    path = run.folder / f"state_step{run.step:010d}.pt"
-    seconds = run.log.seconds["train"]
-    if not save(run, path.name, optimizers=states, best_loss=run.best_loss, train_seconds=seconds):
-        return None
-    if get_rank() == 0:
+    more = dict(optimizers=states, train_seconds=run.log.seconds["train"], best_loss=run.best_loss)
+    path = save(run, f"state_step{run.step:010d}.pt", **more)
+    if path is not None and get_rank() == 0:
         # Checkpoints with a higher step do not count: they are damaged, and were skipped on resume.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
@@ -1958,15 +1962,16 @@ def read_pt(path):
     try:
         with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file, which has checksums
             damaged_part = archive.testzip()
+            if any(part.external_attr & 0x10 for part in archive.infolist()):
+                raise ValueError("a part is marked as a folder")  # torch would not read it
         if damaged_part is not None:
             raise ValueError(f"{damaged_part} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
         version = state["format"]
-    except MemoryError:
-        raise  # the file may be undamaged
     except Exception as error:  # both modules raise many types of exceptions
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            raise  # EINVAL means that a damaged file points outside itself
+        # After an error of the machine, the file may be undamaged. EINVAL is an error of the file.
+        if isinstance(error, (OSError, MemoryError)) and getattr(error, "errno", 0) != errno.EINVAL:
+            raise
         raise UserError(f"{path} is damaged or not from train_gpt2.py ({error!r:.200})") from None
     if version != FORMAT:
         fix = "use the version of train_gpt2.py that wrote it"
@@ -1977,8 +1982,8 @@ def read_pt(path):
 def claim_folder(run):
     """Make this process the only one that writes the run's files, and open its log. Rank 0 only.
 
-    Return a dict of the paths to start from: resume, a checkpoint, and init, weights; both may be
-    empty. Return None if the run has already finished. The file run.lock marks the folder of a run.
+    Return where to start from: dict(resume=path of a checkpoint or "", init=path of weights or "").
+    Return None if the run has already finished. The file run.lock marks the folder of a run.
     """
     args, folder, lock_path = run.args, run.folder, run.folder / "run.lock"
     if not lock_path.exists() and (any(folder.glob("*")) or run.log.path.exists()):
@@ -1986,7 +1991,7 @@ def claim_folder(run):
     if args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
     folder.mkdir(parents=True, exist_ok=True)
-    run.lock = open(lock_path, "a+")  # stays locked until the process ends
+    run.lock = open(lock_path, "a")  # stays locked until the process ends
     try:
         fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -1994,14 +1999,13 @@ def claim_folder(run):
     except OSError as error:  # some network file systems have no locks
         run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")
     run.log.file = open(run.log.path, "ab", buffering=0)
-    run.lock.seek(0)
-    origin = json.loads(run.lock.read() or "null")
+    origin = None
+    with contextlib.suppress(ValueError):  # the file is empty, or of an earlier version
+        origin = json.loads(lock_path.read_text())
     if origin is None or args.init or args.resume != "auto":
         # If the run dies before its first checkpoint, --resume=auto has to know where it started.
         origin = dict(resume=args.resume.removeprefix("auto"), init=args.init)
-        run.lock.truncate(0)
-        json.dump(origin, run.lock)
-        run.lock.flush()
+        lock_path.write_text(json.dumps(origin))
     if args.resume != "auto":
         return origin
     result, checkpoints = folder / "model.pt", checkpoints_in(folder)
@@ -2013,7 +2017,7 @@ def claim_folder(run):
             read_pt(path)
             return dict(resume=str(path), init="")
         except UserError as error:
-            run.log(str(error))
+            run.log(f"skipping a checkpoint: {error}")
     if checkpoints:
         raise UserError(f"no checkpoint in {folder} is usable: pass another --run_id")
     return origin
@@ -2030,10 +2034,9 @@ def restore(run, resume, init):
         run.model.load_state_dict(state["model"])
         for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
             # The options in param_groups are those of this script, not of the checkpoint.
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict(dict(state=optimizer_state, param_groups=groups))
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
         run.step, run.val_loss = state["step"], state["val_loss"]
-        if Path(resume).parent == run.folder:  # best.pt is in this folder, too
+        if Path(resume).parent == run.folder:  # otherwise, best.pt is in another folder
             run.best_loss = state["best_loss"]
         run.log.seconds["train"] = state["train_seconds"]
         return f"resume={args.resume}: continuing after step {run.step}"
@@ -2051,16 +2054,16 @@ def check_same(facts, saved, path, growing=()):
 
     growing: names of facts that may be larger than in the file.
     """
-    saved = vars(Hyperparameters()) | saved  # a setting missing from the file has its default
-    different = [
+    # A setting that is missing from the file has its default; any other fact is unknown.
+    saved = dict.fromkeys(facts) | vars(Hyperparameters()) | saved
+    different = ", ".join(
         f"{name}={saved[name]} (here {value})"
         for name, value in facts.items()
-        if None not in (value, saved[name]) and value != saved[name]
-        if name not in growing or value < saved[name]
-    ]
+        if None not in (value, saved[name])
+        and not (value == saved[name] or (name in growing and value > saved[name]))
+    )
     if different:
-        listed = ", ".join(different)
-        raise UserError(f"{path} was saved with {listed}: use the same settings and data")
+        raise UserError(f"{path} was saved with {different}: use the same settings and data")
 
 
 # ---- Machinery: errors and start -----------------------------------------------------------------
@@ -2081,16 +2084,6 @@ def describe_failure(error):
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def is_new_failure(message):
-    """Return whether no other rank has reported this failure, according to torchrun's store."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=10)))
-        return store.add(f"failure/{attempt}/{digest(message)}", 1) == 1
-    except (ValueError, RuntimeError):  # no launcher, or its store is gone
-        return True
-
-
 def cli(argv):
     """Train as configured on the command line. On failure, print why and exit with status 1."""
     if hasattr(sys.stdout, "reconfigure"):  # Jupyter's cannot be reconfigured
@@ -2100,10 +2093,8 @@ def cli(argv):
     try:
         main(parse_args(argv), stop)
     except Exception as error:
-        message = describe_failure(error)
-        if is_new_failure(message):
-            where = f"rank {os.environ['RANK']}: " if get_world_size() > 1 else ""
-            print(f"train_gpt2.py: {where}{message}", file=sys.stderr, flush=True)
+        where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"train_gpt2.py: {where}{describe_failure(error)}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 

@@ -9,7 +9,7 @@ field --text_field. Any other file is one document in UTF-8. Files may end in .g
 
 Documents keep the order of the inputs; the files of a folder are sorted by relative path. Each
 document starts with the end-of-text token. With --split_at TEXT, documents are split wherever TEXT
-occurs, without TEXT and the blank space around it. A document is held out for validation if the
+occurs; TEXT and the whitespace around it are removed. A document is held out for validation if the
 hash of its name is below --val_fraction. The name is a file's relative path, or the text of a line,
 row or part, so added documents do not move others between the splits. If there are ten documents or
 fewer, or if the hash would leave a split empty, the end of the whole text is held out instead.
@@ -17,13 +17,14 @@ fewer, or if the hash would leave a split empty, the end of the whole text is he
 The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json, which `python
 data/shards.py DIR` verifies. The shards of an earlier pack are replaced after all text has been
 tokenized. If a pack is killed while it replaces them, DIR/.pack remains and training refuses the
-folder: run the same command again. Packing needs disk space for two copies of the tokens. In
-memory, it keeps two documents (or 2 MB of short ones) per core and 50 bytes per document.
+folder: run the same command again. Packing needs disk space for two copies of the tokens, and
+memory for two documents (at least 2 MB) per core and 50 bytes for each document packed.
 """
 
 import argparse
 import array
 import contextlib
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -39,7 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent))  # absent if PYTHONSAFEPATH is set
+sys.path.append(str(Path(__file__).resolve().parent))  # Python adds it only without PYTHONSAFEPATH
 try:
     import numpy as np
     import tiktoken
@@ -49,10 +50,10 @@ except ModuleNotFoundError as error:
     fix = f"{sys.executable} -m pip install {error.name}"
     sys.exit(f"data/pack.py: {error.name} is not installed: {fix}")
 
-FEW = 10  # with this many documents or fewer, the end of the text is held out, not whole documents
+HASH_SPLIT_ABOVE = 10  # if there are more documents than this, whole ones are held out, by hash
 SHARD_TOKENS = 100_000_000
-BATCH = 2**20  # characters of text per thread-pool task
-END_OF_TEXT = "<|endoftext|>"  # in a text, it is not the end-of-text token
+BATCH_CHARACTERS = 2**20  # per thread-pool task
+END_OF_TEXT = "<|endoftext|>"  # within a text, these characters are packed as plain text
 LOG_TITLE = b"Log of train_gpt2.py"  # the start of every log of a run
 
 
@@ -72,19 +73,15 @@ def get_encoding(name):
         encoding = tiktoken.get_encoding(name)
     except (ValueError, OSError) as error:  # neither in the folder nor downloadable
         reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"set TIKTOKEN_CACHE_DIR to a folder with the vocabulary of {name}: it could not be "
-            f"downloaded ({reason})"
-        ) from None
+        fix = "set TIKTOKEN_CACHE_DIR to a folder that has it"
+        raise ValueError(f"cannot download the vocabulary of {name} ({reason}): {fix}") from None
     if encoding.n_vocab > 65536:
-        raise ValueError(
-            f"the encoding {name} has {encoding.n_vocab} ids, but a shard's uint16 has room for "
-            f"65536: give bytes, gpt2, r50k_base or p50k_base"
-        )
+        fix = "give bytes, gpt2, r50k_base or p50k_base"
+        raise ValueError(f"{name} has {encoding.n_vocab} ids, but shards only hold 65536: {fix}")
     return encoding
 
 
-# ---- What is not text ----------------------------------------------------------------------------
+# ---- Recognizing files that are not text ---------------------------------------------------------
 SIGNATURES = {  # name of a format: pattern of the first bytes
     "a zip archive (or .docx, .npz, .pt)": rb"PK\x03\x04", "a tar archive": rb".{257}ustar",
     "a 7z archive": rb"7z\xbc\xaf", "a rar archive": rb"Rar!\x1a", "gzip data": rb"\x1f\x8b",
@@ -96,15 +93,10 @@ SIGNATURES = {  # name of a format: pattern of the first bytes
     "an SQLite database": rb"SQLite format 3\0", "a Python pickle": rb"\x80[\x02-\x05]",
     "an HDF5 file": rb"\x89HDF", "an Arrow file": rb"ARROW1|FEA1|\xff{4}.{3}\0",
     "a parquet file whose name does not end in .parquet": rb"PAR1",
+    "a Git LFS pointer (`git lfs pull` fetches the file)": rb"version https://git-lfs\.",
     "a shard of tokens": re.escape(SHARD_MAGIC.to_bytes(4, "little")),
     "in UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff", "in UTF-16": rb"\xff\xfe|\xfe\xff",
 }  # fmt: skip
-TO_LINES = {  # ending of a file of rows: a command that writes each as a line of JSON
-    ".json": "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]",
-    ".csv": "import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin)]",
-    ".tsv": "import csv, json, sys; "
-    "[print(json.dumps(r)) for r in csv.DictReader(sys.stdin, dialect='excel-tab')]",
-}
 
 
 def format_of(head):
@@ -137,7 +129,7 @@ def explain_bytes(content):
         return f"{fault}, but other characters are: it is damaged, so correct that place"
     if re.search("[\1-\x08\x0e-\x1a]", text):
         return f"{fault} and holds control bytes: {save}"
-    # Western languages have short runs of these letters. Windows-1252 lacks five of the bytes.
+    # In Western languages, bytes above 0x7f are rare. Windows-1252 does not use five of them.
     if len("".join(invalid)) > 2 * len(invalid) or re.search(rb"[\x81\x8d\x8f\x90\x9d]", content):
         return f"{fault}: convert it by `iconv -f ENCODING -t UTF-8 FILE > NEW` with its ENCODING"
     encoding = "WINDOWS-1252" if re.search(rb"[\x80-\x9f]", content) else "LATIN1"
@@ -154,18 +146,18 @@ class Document:
 
 
 def walk(folder, out):
-    """Yield (relative path, path) of files and hidden folders, not of out. Raises OSError."""
+    """Yield (relative path, path) of files and hidden folders; skip out. Raises OSError."""
 
     def fail(error):
         raise error
 
     for root, folders, names in os.walk(folder, onerror=fail):
         hidden = [name for name in folders if name.startswith(".")]
-        folders[:] = [name for name in folders if Path(root, name).resolve() != out.resolve()]
-        folders[:] = [name for name in folders if name not in hidden]
+        visible = [name for name in folders if name not in hidden]
+        folders[:] = [name for name in visible if Path(root, name).resolve() != out.resolve()]
         for path in (Path(root, name) for name in names + hidden):
-            # skips pipes; broken links fail when read
-            if path.is_file() or path.name in hidden or not path.exists():
+            is_special = path.exists() and not (path.is_file() or path.is_dir())  # such as a pipe
+            if not is_special:  # a broken link fails when it is read
                 yield path.relative_to(folder).as_posix(), path
 
 
@@ -184,7 +176,7 @@ def list_files(inputs, pattern, exclude, out):
 
     Raises ValueError if there are none.
     """
-    files, left_out, unknown = [], [], set(exclude)
+    files, left_out, unmatched = [], [], set(exclude)
     for path in map(Path, inputs):
         if not path.exists():
             raise ValueError(f"{path} is neither a file nor a folder: give one that exists")
@@ -194,7 +186,7 @@ def list_files(inputs, pattern, exclude, out):
             raise ValueError(f"--out={out} is an input, too: give another folder")
         if path.is_dir():
             for name, file in sorted(walk(path, out)):
-                unknown.discard(name)
+                unmatched.discard(name)
                 if file.match(pattern) and name not in exclude:
                     if is_left_out(file):
                         left_out.append(str(file))
@@ -202,8 +194,8 @@ def list_files(inputs, pattern, exclude, out):
                         files.append((name, file))
         else:
             files.append((path.name, path))
-    if unknown:
-        raise ValueError(f"--exclude {sorted(unknown)}: no such files; give their relative paths")
+    if unmatched:
+        raise ValueError(f"--exclude {sorted(unmatched)}: no such files; give their relative paths")
     if not files:
         left = f", or name one of those left out, {left_out[:3]}" if left_out else ""
         raise ValueError(f"no file matches {pattern!r}: give other inputs or --pattern{left}")
@@ -235,8 +227,10 @@ def read_rows(file, text_field):
     from pyarrow import parquet
 
     batches = parquet.ParquetFile(file).iter_batches(batch_size=100, columns=[text_field])
-    texts = (text for batch in batches for text in batch[text_field].to_pylist())
-    yield from ((i, text if isinstance(text, str) else None) for i, text in enumerate(texts, 1))
+    rows = (row for batch in batches for row in batch.to_pylist())
+    for number, row in enumerate(rows, start=1):
+        text = row.get(text_field)
+        yield number, text if isinstance(text, str) else None
 
 
 def fault_of(text, text_field):
@@ -244,7 +238,7 @@ def fault_of(text, text_field):
     if isinstance(text, bytes):
         return explain_bytes(text)
     if not isinstance(text, str):
-        return f"has no string field {text_field!r}, or is not JSON in UTF-8"
+        return f"has no string field {text_field!r} (see --text_field), or is not JSON in UTF-8"
     if not text:
         return "is empty"
     if "\0" in text:
@@ -257,7 +251,12 @@ def fault_of(text, text_field):
 
 
 OPEN = {".gz": gzip.open, ".xz": lzma.open}
-READERS = {".jsonl": read_lines, ".ndjson": read_lines, ".parquet": read_rows}
+READERS = {
+    ".jsonl": read_lines,
+    ".jsonlines": read_lines,
+    ".ndjson": read_lines,
+    ".parquet": read_rows,
+}
 
 
 def read_documents(file, path, text_field="text", split_at=None):
@@ -271,7 +270,7 @@ def read_documents(file, path, text_field="text", split_at=None):
         base, compression = file, ""
     ending = os.path.splitext(base)[1].lower()
     reader = READERS.get(ending, read_text)
-    line = 0
+    line = 0  # the last that was read
     try:
         with OPEN.get(compression, open)(path, "rb") as content:
             head = b"" if reader is read_rows else content.peek(300)
@@ -279,12 +278,9 @@ def read_documents(file, path, text_field="text", split_at=None):
             for line, text in rows:
                 place = f"{file}:{line}"
                 fault = fault_of(text, text_field)
-                if not fault and ending in TO_LINES:
-                    command = f'`python3 -c "{TO_LINES[ending]}" < FILE > NEW.jsonl`'
-                    fault = (
-                        f"is {ending}, whose syntax is not text: {command} writes a line per row; "
-                        "if each line is a JSON object already, rename it to .jsonl"
-                    )
+                if not fault and ending in (".json", ".csv", ".tsv"):
+                    fix = "convert it to .jsonl, or rename it to .txt to pack it as it is"
+                    fault = f"is {ending}: {fix}"
                 if fault:
                     yield Document(place, "", file, fault.replace("FILE", source))
                 elif split_at is None:
@@ -302,12 +298,12 @@ def read_documents(file, path, text_field="text", split_at=None):
 
 # ---- Encoding: from documents to one file of tokens ----------------------------------------------
 def batches(documents):
-    """Yield consecutive documents in lists of at least BATCH characters; the last may be short."""
+    """Yield consecutive documents in lists of BATCH_CHARACTERS or more; the last may be shorter."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
         size += len(document.text)
-        if size >= BATCH:
+        if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     yield batch
@@ -316,14 +312,14 @@ def batches(documents):
 def tokens_of(document, encoding):
     """Return the tokens of a document after an end-of-text token; sets its fault on failure."""
     try:
-        array = encoding.encode_to_numpy(document.text, disallowed_special=())
+        tokens = encoding.encode_to_numpy(document.text, disallowed_special=())
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a panic of tiktoken is no Exception
+    except BaseException as error:  # tiktoken's panics are not subclasses of Exception
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        document.fault = f"cannot be tokenized ({reason}): shorten its long runs of blanks"
-        array = np.array([])
-    return np.insert(array.astype(np.uint16), 0, encoding.eot_token)
+        document.fault = f"cannot be tokenized ({reason}), often because of long runs of blanks"
+        tokens = np.array([])
+    return np.insert(tokens.astype(np.uint16), 0, encoding.eot_token)
 
 
 def encode(documents, encoding):
@@ -346,14 +342,15 @@ def tokenize(documents, encoding, file, skip_bad):
     occurrences of END_OF_TEXT). Raises ValueError at the first fault unless skip_bad is set.
     """
     lengths, name_hashes, faults, separators = array.array("q"), array.array("q"), [], 0
-    progress = tqdm(unit=" tokens", unit_scale=True, disable=None)  # None: only on a terminal
+    hidden = None if sys.stderr else True  # None: unless stderr is a terminal
+    progress = tqdm(unit=" tokens", unit_scale=True, disable=hidden)
     for document, tokens in encode(documents, encoding):
         if document.fault:
             faults.append(f"{document.place} {document.fault}")
             if skip_bad:
                 continue
-            options = "--text_field, --skip_bad, or for a folder --pattern or --exclude"
-            raise ValueError(f"{faults[0]}; correct it, or pass {options} (see --help)")
+            options = "--skip_bad, or for a folder --pattern or --exclude"
+            raise ValueError(f"{faults[0]}; correct it, or pass {options}")
         digest = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
         separators += document.text.count(END_OF_TEXT)
         lengths.append(len(tokens))
@@ -370,9 +367,10 @@ def choose(lengths, name_hashes, val_fraction):
     ends = np.cumsum(lengths)
     spans = np.stack([ends - lengths, ends], axis=1)
     held_out = name_hashes < val_fraction * 2**32
-    if len(name_hashes) > FEW and held_out.any() and not held_out.all():
+    if len(name_hashes) > HASH_SPLIT_ABOVE and held_out.any() and not held_out.all():
         return spans[~held_out], spans[held_out]
     total, num_documents = int(ends[-1]), len(lengths)
+    # The fraction is one of the text, without the end-of-text token of each document.
     cut = num_documents + int((total - num_documents) * (1 - val_fraction))
     return np.array([[0, cut]]), np.array([[cut, total]])
 
@@ -408,9 +406,13 @@ def locked(folder):
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError:
+        os.close(descriptor)
         raise ValueError(f"another pack.py is writing to {folder}: wait until it ends") from None
+    except OSError as error:  # some network file systems have no locks
+        print(f"warning: {folder} is not locked ({error.strerror}): start only one pack.py there")
+    try:
+        yield
     finally:
         os.close(descriptor)
 
@@ -455,7 +457,7 @@ def pack(args, staging):
     if not len(lengths):
         raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs")
     train, val = choose(lengths, name_hashes, args.val_fraction)
-    tokens = np.asarray(np.memmap(staging / "tokens", np.uint16, "r"))
+    tokens = np.asarray(np.memmap(staging / "tokens", np.uint16, "r"))  # slices of it are faster
     manifest = {
         "encoding": args.encoding,
         "vocab_size": encoding.n_vocab,
@@ -514,7 +516,9 @@ def main(argv=None):
     try:
         args = parse_args(argv)
         manifest = pack_and_publish(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: too many threads
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error = f"{args.out} has no space for the tokens (twice, while it is packed): free some"
         sys.exit(f"data/pack.py: {error}")
     except KeyboardInterrupt:
         os.write(2, b"data/pack.py: stopped; run the same command to start over\n")
@@ -522,7 +526,7 @@ def main(argv=None):
     skipped = len(manifest["skipped"])
     print(f"{manifest['documents']:,} documents in {args.encoding}; {skipped:,} skipped")
     if left_out := len(manifest["left_out"]):
-        print(f"left out: {left_out:,} hidden files or folders, or logs or weights of runs")
+        print(f"left out: {left_out:,} (hidden, or a log or weights of a run; see manifest.json)")
     if separators := manifest["separators"]:
         print(
             f"warning: the texts contain {END_OF_TEXT} {separators:,} times, packed as plain text; "

@@ -68,7 +68,7 @@ FAULTS = [  # settings, a replaced function, the sentence
     (
         {"compile": True},
         {"train_gpt2.GPT.compile": lambda gpt, **_: setattr(gpt, "_compiled_call_impl", breaks)},
-        r"no g\+\+ and more lines.*\): install g\+\+ and",
+        r"no g\+\+ and more lines.*\): pass --compile=False, install g\+\+ and",
     ),
 ]
 
@@ -88,10 +88,13 @@ def test_a_fault_is_one_sentence(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_fault_is_printed_once_and_gives_exit_status_1(processes, tiny):
+def test_a_fault_is_printed_by_each_rank_and_gives_exit_status_1(processes, tiny):
     done = run_forked({**tiny, "num_iterations": 99}, processes, script=CHECK)
     assert done.returncode == 1
-    assert done.stdout.count("FAILED: ") == 1 and "15 steps" in done.stdout
+    ranks = re.findall(
+        r"^FAILED: (?:rank (\d): )?'.*' is enough for only 15 steps", done.stdout, re.M
+    )
+    assert sorted(ranks) == ["0", "1"][:processes] if processes > 1 else ranks == [""]
     assert "Traceback" not in done.stdout + done.stderr and "all is well" not in done.stdout
 
 

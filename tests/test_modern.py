@@ -489,7 +489,7 @@ def test_windows_and_documents_do_not_recompile():
         ({"muon_cooldown_fraction": 1.5}, "muon_cooldown_fraction=1.5 must be at most 1"),
         ({"muon_weight_decay": -1.0}, "muon_weight_decay=-1.0 must be finite and at least 0"),
         ({"document_token": 64}, "document_token=64 is not in the vocabulary"),
-        ({"sequence_length": 500}, "with a window, sequence_length must be a multiple of 128"),
+        ({"sequence_length": 500}, "--window needs a --sequence_length that is a multiple of 128"),
     ],
 )
 def test_unsuitable_settings_are_rejected(changes, phrase):

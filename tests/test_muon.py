@@ -116,7 +116,9 @@ def test_singular_values_become_their_polynomial_as_well_as_in_the_plain_iterati
     ],
 )  # fmt: skip
 def test_invalid_arguments_are_rejected(options):
-    with pytest.raises(ValueError, match="must be"):
+    """The message contains the value."""
+    [(name, value)] = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value}.* must be"):
         Muon(make_parameters(), **{"lr": 0.02, "world_size": 2, **options})
     for shape in [(), (5,), (2, 2, 5, 5)]:
         with pytest.raises(ValueError, match="a matrix or a stack of matrices"):
@@ -126,7 +128,7 @@ def test_invalid_arguments_are_rejected(options):
 @pytest.mark.parametrize("shape", [(), (5,), (4, 6, 6), (2, 2, 2, 2, 2)])
 def test_a_refused_group_leaves_nothing_behind(shape):
     muon = Muon(make_parameters(), lr=0.02)
-    with pytest.raises(ValueError, match="takes matrices, not parameters of shape"):
+    with pytest.raises(ValueError, match="takes 2-D and 4-D parameters, not"):
         muon.add_param_group(dict(params=[nn.Parameter(torch.zeros(shape))]))
     assert len(muon.param_groups) == 1 and len(muon.owner) == len(SHAPES)
 
@@ -139,7 +141,7 @@ def test_a_schedule_cannot_set_an_invalid_value(change):
     muon = Muon(params, lr=0.02)
     set_gradients(params, 0)
     muon.param_groups[0].update(change)
-    with pytest.raises(ValueError, match="must be at least 0"):
+    with pytest.raises(ValueError, match="must be >= 0"):
         muon.step()
     assert all(map(torch.equal, params, make_parameters()))
 
@@ -153,6 +155,18 @@ def test_the_state_of_another_optimizer_is_refused(other):
         with pytest.raises(ValueError, match="is not Muon's"):
             muon.load_state_dict(state)
     assert muon.param_groups[0]["lr"] == 0.02
+
+
+def test_a_state_is_loaded_before_a_scheduler_adds_its_options():
+    params = make_parameters()
+    muon = Muon(params, lr=0.02)
+    set_gradients(params, 0)
+    muon.step()
+    torch.optim.lr_scheduler.OneCycleLR(muon, max_lr=0.5, total_steps=9)
+    fresh = Muon(params, lr=0.02)
+    fresh.load_state_dict(muon.full_state_dict())
+    assert fresh.param_groups == muon.param_groups and "max_lr" in fresh.param_groups[0]
+    assert all(torch.equal(*(o.state[p]["momentum_buffer"] for o in (muon, fresh))) for p in params)
 
 
 def test_large_gradients_in_float16_do_not_overflow():
@@ -482,7 +496,7 @@ def test_ranks_share_the_cost_as_well_as_possible(n_layer, C):
         costs = [0] * ranks
         for p, owner in muons[0].owner.items():
             costs[owner] += train_gpt2.matrix_cost(p)
-        assert costs == muons[0].loads
+        assert costs == muons[0].rank_costs
         # A square matrix costs one unit, a rectangular one two.
         assert max(costs) <= 15 * C**3 * max(2, math.ceil(8 * n_layer / ranks))
 
@@ -531,8 +545,10 @@ def test_the_section_alone_trains_another_network(dtype):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 def test_a_copy_goes_on_like_the_original(copied):
+    """Also if a scheduler has replaced the original's step by a function of its own."""
     params = make_parameters()
     muon = Muon(params, lr=0.02)
+    torch.optim.lr_scheduler.ConstantLR(muon)
     set_gradients(params, 0)
     muon.step()
     others, other = copied((params, muon))
@@ -541,4 +557,4 @@ def test_a_copy_goes_on_like_the_original(copied):
         optimizer.step()
         assert flat(some).isfinite().all(), step
     assert torch.equal(flat(params), flat(others))
-    assert (other.rank, other.world_size, other.loads) == (0, 1, muon.loads)
+    assert (other.rank, other.world_size, other.rank_costs) == (0, 1, muon.rank_costs)

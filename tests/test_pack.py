@@ -3,6 +3,8 @@
 import bz2
 import codecs
 import contextlib
+import errno
+import fcntl
 import gzip
 import hashlib
 import itertools
@@ -13,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pack
@@ -183,7 +186,7 @@ def test_the_command_needs_no_search_path_and_names_missing_packages(tmp_path, m
 
 # ---- Bad input -----------------------------------------------------------------------------------
 GOOD = b'{"text": "x"}\n'
-NOT_JSON = "has no string field 'text', or is not JSON in UTF-8"
+NOT_JSON = "has no string field 'text' (see --text_field), or is not JSON in UTF-8"
 LINES = "Größe — Wörter\n" * 20
 UNREADABLE = "cannot be read further"
 BAD = {  # name of the file, its content, the message
@@ -233,15 +236,16 @@ BAD = {  # name of the file, its content, the message
     ),
     "zip": ("b.jsonl", b"PK\3\4", "b.jsonl:1 is a zip archive (or .docx, .npz, .pt): extract it"),
     "bzip2": ("a.txt", bz2.compress(b"a"), "a.txt:1 is bzip2 data: extract it"),
+    "LFS": (
+        "a.txt",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        "a.txt:1 is a Git LFS pointer (`git lfs pull` fetches the file)",
+    ),
     "PDF": ("a.txt", b"%PDF-1.7\n", "a.txt:1 is a PDF file: extract it, or save its text"),
     "Arrow": ("a", b"\xff\xff\xff\xff\x10\1\0\0", "a:1 is an Arrow file: extract it, or save"),
     "shard": ("a", (20240520).to_bytes(4, "little"), "a:1 is a shard of tokens"),
-    "JSON": ("a.json.xz", lzma.compress(b"[]"), "a.json.xz:1 is .json, whose syntax is not text"),
-    "CSV": (
-        "a.CSV",
-        b"text\n",
-        'a.CSV:1 is .csv, whose syntax is not text: `python3 -c "import csv',
-    ),
+    "JSON": ("a.json.xz", lzma.compress(b"{}"), "a.json.xz:1 is .json: convert it to .jsonl, or"),
+    "CSV": ("a.CSV", b"text\n", "a.CSV:1 is .csv: convert it to .jsonl, or rename it to .txt"),
     "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', f"b.jsonl:3 {NOT_JSON}"),
     "broken JSON": ("b.jsonl", GOOD * 3 + b"{oops\n" + GOOD, f"b.jsonl:4 {NOT_JSON}"),
     "JSON too deep": ("b.jsonl", GOOD + b"[" * 100000 + b"\n", f"b.jsonl:2 {NOT_JSON}"),
@@ -269,6 +273,7 @@ def test_bad_input_is_named_and_fatal_or_skipped(tmp_path, bad):
     (source / "z.txt").write_bytes(b"good")
     refused = refusal(out, source, "--val_fraction", 0)
     assert sentence in refused and "--skip_bad, or for a folder --pattern" in refused
+    assert ("--text_field" in refused) == (NOT_JSON in sentence)
     assert not all_files(out)
     manifest = packed(out, source, "--val_fraction", 0, "--skip_bad")
     assert manifest["skipped"][0].startswith(sentence)
@@ -309,7 +314,10 @@ def test_a_text_that_tiktoken_cannot_encode_is_a_fault(tmp_path, monkeypatch):
             ("a.txt", "--encoding", "klingon"),
             "tiktoken has no encoding klingon: give bytes or gpt2",
         ),
-        (("a.txt", "--encoding", "cl100k_base"), "100277 ids, but a shard's uint16 has room for"),
+        (
+            ("a.txt", "--encoding", "cl100k_base"),
+            "100277 ids, but shards only hold 65536: give bytes",
+        ),
         (("nothing",), "nothing is neither a file nor a folder"),
         ((".", "--pattern", "*.py"), "no file matches '*.py'"),
         (("out",), "is an input, too"),
@@ -334,6 +342,17 @@ def test_mistakes_are_refused(tmp_path, monkeypatch, arguments, sentence):
 
 
 # ---- What is in the folder already --------------------------------------------------------------
+def test_a_file_system_without_locks_or_space_is_explained(tmp_path, monkeypatch, capsys):
+    lines = write_lines(tmp_path / "a.jsonl", TEXTS)
+    error = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
+    packed(tmp_path / "out", lines)
+    assert "out is not locked (No locks available): start only one" in capsys.readouterr().out
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(pack, "write_split", Mock(side_effect=full))
+    assert "out has no space for the tokens" in refusal(tmp_path / "out", lines)
+
+
 def test_fault_4_and_7_a_pack_that_fails_changes_nothing(tmp_path):
     lines = write_lines(tmp_path / "a.jsonl", TEXTS)
     packed(tmp_path / "out", lines)

@@ -19,7 +19,7 @@ compiles = pytest.mark.skipif(not VERSIONS.items() <= installed.items(), reason=
 # Triton kernels of two or four layers at full width: launches, GB that they read and write.
 KERNELS = {
     "record7": {"validation": (27, 1.721), "forward": (26, 3.346), "backward": (23, 1.356)},
-    "modern": {"validation": (33, 1.873), "forward": (35, 3.561), "backward": (46, 2.260)},
+    "modern": {"validation": (62, 2.816), "forward": (67, 4.544), "backward": (86, 6.319)},
 }
 SMALL = [
     "--model=modern", "--n_layer=1", "--n_embd=32", "--n_head=1", "--vocab_size=64",
@@ -49,7 +49,7 @@ def test_the_compiled_steps_have_the_expected_kernels_bytes_and_flops():
     external = {"forward": [attention, "mm"], "backward": [f"{attention}_backward", "mm"]}
     external = {
         "record7": {**external, "validation": external["forward"]},
-        "modern": {"validation": ["mm"], "forward": ["mm", "sort"], "backward": ["mm"]},
+        "modern": {"validation": ["bmm", "mm"], "forward": ["mm", "sort"], "backward": ["mm"]},
     }
     for preset, expected in KERNELS.items():
         graphs = steps[preset]["graphs"]
@@ -62,7 +62,7 @@ def test_the_compiled_steps_have_the_expected_kernels_bytes_and_flops():
             assert graph["bytes"] == pytest.approx(1e9 * gigabytes, rel=0.02), case
             assert graph["external"] == external[preset][kind], case
             assert graph["64-bit indices"] == [], case
-            # The only configuration of FlexAttention's backward spills 16 words.
+            # The only configuration of FlexAttention's backward spills some words.
             flex_backward = (preset, kind) == ("modern", "backward")
             assert graph["spilling"] == (["attention"] if flex_backward else []), case
     # 6 operations per weight and token; attention: 2 matmuls forward, 5 backward. Causal attention

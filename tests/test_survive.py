@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import io
+import math
 import os
 import pty
 import re
@@ -69,14 +70,13 @@ LOST = "lost the connection to another rank; see its message or torchrun's summa
 def error_of(done):
     """Return the error message of a failed run, without the number of the rank.
 
-    There is only one, except that a rank may also report that it lost the connection.
+    All ranks report the same error, except that some may report that they lost the connection.
     """
     assert done.returncode != 0
-    messages = re.findall(r"^train_gpt2\.py: (?:rank \d: )?(.*)$", done.stderr, re.M)
-    assert messages.count(LOST) <= 1
-    errors = [message for message in messages if message != LOST] or messages
+    messages = set(re.findall(r"^train_gpt2\.py: (?:rank \d: )?(.*)$", done.stderr, re.M))
+    errors = messages - {LOST} or messages
     assert len(errors) == 1, done.stderr
-    return errors[0]
+    return errors.pop()
 
 
 # ---- Signals and resuming -----------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_a_run_interrupted_many_times_gives_the_same_result(processes, dtype, ti
         stopped = trained(fields, processes, script)
         assert (f"resume=auto: continuing after step {step - 2}\n" in stopped) == (step > 2)
         saved = f"saved {folder}/state_step{step:010d}.pt"
-        advice = "to continue, add --run_id=part --resume=auto to the command"
+        advice = "to continue, add --run_id=part --resume=auto"
         end = f"\n{saved}; {advice}\nstopped by a signal after step {step}\n"
         assert stopped.endswith(end)
     kill = """
@@ -150,6 +150,14 @@ def test_simultaneous_signals_count_once_and_ignored_ones_never(tiny, tmp_path):
     fault = f"{send('SIGINT')}; {send('SIGTERM')}"
     trained({**tiny, "run_id": "one"}, script=faulty_script(tmp_path, fault))
     assert checkpoints(tmp_path / "logs" / "one") == ["state_step0000000005.pt"]
+
+
+def test_a_limit_of_cpu_time_saves_a_checkpoint(tiny, tmp_path):
+    """Past the limit, the kernel repeats its signal every second."""
+    later = "time.monotonic = lambda clock=time.monotonic: clock() + 1.1"
+    kill = "os.kill(os.getpid(), signal.SIGXCPU)"
+    trained({**tiny, "run_id": "limit"}, script=faulty_script(tmp_path, f"{kill}; {later}; {kill}"))
+    assert checkpoints(tmp_path / "logs" / "limit") == ["state_step0000000005.pt"]
 
 
 def test_a_signal_to_torchrun_saves_a_checkpoint(tiny, tmp_path):
@@ -283,9 +291,7 @@ def poison_and_save(run):
 train_gpt2.save_checkpoint = poison_and_save"""
     fields = {**tiny, "run_id": "n", "save_every": 2, "keep_checkpoints": 1}
     said = error_of(run_forked(fields, 2, launcher(tmp_path, code)))
-    assert said.endswith(
-        "step0000000004.pt was not written: a value is not finite; lower the learning rates"
-    )
+    assert said.endswith("4.pt was not written (not finite): lower the learning rates")
     assert checkpoints(tmp_path / "logs" / "n") == ["state_step0000000002.pt"]
 
 
@@ -310,8 +316,10 @@ def test_out_of_memory_names_the_setting_to_lower(tiny, tmp_path):
 
 SECOND, THIRD, SIXTH = (f"state_step000000000{step}.pt" for step in (2, 3, 6))
 KILL = "os.kill(os.getpid(), signal.SIGTERM) if step == 5 else None"
-NO_WEIGHTS = "model.pt was not written: free disk space, then pass --resume=auto"
-NO_CHECKPOINT = "stopped after step 6 without a checkpoint: free disk space"
+NO_WEIGHTS = "the weights were not written: free disk space, then resume or start again"
+NO_CHECKPOINT = (
+    "after step 6, but no checkpoint was written: free disk space, then resume from an older one"
+)
 
 
 @pytest.mark.parametrize(
@@ -336,18 +344,22 @@ def test_a_full_disk_costs_no_older_checkpoint(full_until, fault, left, error, t
     assert not (tmp_path / "logs" / "f" / "partial").exists()
 
 
-def test_a_failed_write_ends_its_phase_and_warns_once(tiny, capsys):
+def test_a_failed_write_ends_its_phase_and_the_log_goes_on(tiny, monkeypatch, capsys):
+    """The disk may have space again, and the terminal may be closed as well."""
     full = OSError(28, "No space left on device")
     log = train_gpt2.Log(Hyperparameters(**tiny, run_id="full"))
     with pytest.raises(OSError), log.timed("checkpoint"):
         raise full
     assert log.phase == "setup"
     log.file = Mock()
-    log.file.write.side_effect = full
+    log.file.write.side_effect = [full, full, None]
     log("one")
-    log("two")
-    warning = f"warning: the log ends here: {log.path}: No space left on device"
-    assert capsys.readouterr().out == f"one\n{warning}\ntwo\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Mock(write=Mock(side_effect=full)))
+        log("two")
+    log("three")
+    assert capsys.readouterr().out == "one\nthree\n"
+    log.file.write.assert_called_with(b"three\n")
 
 
 @pytest.mark.parametrize("output", ["> /dev/full", ">&-"])
@@ -393,25 +405,37 @@ def test_a_shard_that_changes_while_in_use_ends_the_run(lost, tiny, tmp_path):
 def test_a_run_whose_folder_is_deleted_or_replaced_continues_in_another(
     replaced, tiny, tmp_path, monkeypatch
 ):
-    """Another run may be using the new folder, so nothing is written into it."""
+    """Another run may be using the new folder, so nothing is written into it.
+
+    The best weights are lost as well, so those after the loss count.
+    """
+    losses = iter([5.0, 3.0, 4.0, 4.5])
+    monkeypatch.setattr(train_gpt2, "evaluate", lambda run: next(losses))
     folder = tmp_path / "logs" / "r"
     train_step = train_gpt2.train_step
 
     def lose_folder(run, inputs, targets):
-        if run.step == 4:
+        if run.step == 8:
             folder.rename(tmp_path / "moved")
             if replaced:
                 shutil.copytree(tmp_path / "moved", folder)
         return train_step(run, inputs, targets)
 
     monkeypatch.setattr(train_gpt2, "train_step", lose_folder)
-    assert run_here(tiny, run_id="r", save_every=2) is not None
+    changes = dict(num_iterations=18, val_loss_every=6, save_every=3, keep_checkpoints=9)
+    assert run_here(tiny, run_id="r", allow_repeat=True, **changes) is not None
     expected = content(tmp_path / "moved") if replaced else {}
     assert list(content(folder).values()) == list(expected.values())
     [new] = folder.parent.glob("r-*/model.pt")
     log = new.parent.with_suffix(".txt").read_text()
-    assert log.startswith(train_gpt2.LOG_TITLE)
+    assert log.startswith(f"{train_gpt2.LOG_TITLE}, run_id={new.parent.name}\n")
     assert f"{folder} was deleted or replaced; the run continues in {new.parent}" in log
+    best = new.with_name("best.pt")
+    assert f"\nbest_val_loss: 4.0000\nbest_weights: {best}\nweights: {new}\n" in log
+    for path in new, best:
+        assert train_gpt2.read_pt(path)["run_id"] == new.parent.name
+    states = [train_gpt2.read_pt(path)["best_loss"] for path in new.parent.glob("state_step*.pt")]
+    assert sorted(states) == [4.0, 4.0, 4.0, math.inf]
 
 
 # ---- Files of earlier runs ----------------------------------------------------------------------
@@ -446,6 +470,7 @@ REFUSALS = [
     ({**FIRST, "seed": 1}, "first/model.pt was saved with seed=1337"),
     ({**FIRST, "train_files": "other/*.bin"}, "first/model.pt was saved with train_data="),
     ({"resume": INIT["init"]}, "holds only weights: start a new run with --init"),
+    ({**HALF, "init": INIT["init"]}, "pass either --init or --resume=PATH"),
     ({"run_id": "half"}, "half exists: .*--resume=auto to continue it"),
     ({"run_id": "half.txt"}, "File exists: .*logs/half.txt"),
     ({"run_id": "folder"}, FOREIGN),
@@ -476,6 +501,17 @@ def test_conflicts_with_earlier_runs_are_rejected(
     write_shard(Path("other/train_0.bin"), np.arange(3000) % 64)
     write_weights(tmp_path / "logs" / "old.pt", train_gpt2.read_pt(weights) | {"format": 1})
     refused(sentence, tiny, **changes)
+
+
+def test_a_checkpoint_needs_the_optimizers_of_its_run(half, monkeypatch):
+    """States of another optimizer would be dropped without a word."""
+
+    def with_sgd(model, args, build=train_gpt2.build_optimizers):
+        muon, adamw = build(model, args)
+        return [muon, torch.optim.SGD(adamw.param_groups)]
+
+    monkeypatch.setattr(train_gpt2, "build_optimizers", with_sgd)
+    refused(r"saved with optimizers=Muon, AdamW \(here Muon, SGD\)", half)
 
 
 def test_a_run_starts_from_the_weights_of_another(tiny, weights, capsys):
@@ -602,7 +638,9 @@ def test_a_damaged_checkpoint_is_rejected(damage, tiny, tmp_path, capsys):
     refused("4.pt is (damaged or not from|not a file)", tiny, resume=str(newest))
     assert run_here(fields, resume="auto", save_every=0) is not None
     text = capsys.readouterr().out
-    assert re.search(f"^{newest} is (damaged or not from|not a file)", text, re.M)
+    assert re.search(
+        f"^skipping a checkpoint: {newest} is (damaged or not from|not a file)", text, re.M
+    )
     assert "\nresume=auto: continuing after step 2\n" in text
     assert not (newest.parent / "hostile").exists()
 
@@ -650,8 +688,12 @@ def test_auto_takes_the_newest_by_its_step_and_deletes_only_old_checkpoints(tiny
 
 
 def test_two_processes_never_train_one_run(half):
-    """The folder is locked, not the log, which may be deleted."""
+    """The folder is locked, not the log, which may be deleted.
+
+    The lock of an earlier version held a path as plain text.
+    """
     fields = half | AUTO
+    Path(half["log_dir"], "half", "run.lock").write_text("logs/another/state_step0000000001.pt")
     os.remove(f"{half['log_dir']}/half.txt")
     with open(f"{half['log_dir']}/half/run.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

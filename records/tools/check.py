@@ -202,8 +202,7 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except Exception as error:
-        message = train_gpt2.describe_failure(error)
-        if train_gpt2.is_new_failure(message):
-            print(f"FAILED: {message}", flush=True)
+        where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"FAILED: {where}{train_gpt2.describe_failure(error)}", flush=True)
         sys.exit(1)
     train_gpt2.leave_ranks()
