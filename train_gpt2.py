@@ -88,7 +88,7 @@ class Hyperparameters:
     n_layer: int = architecture(12, "transformer blocks")
     n_head: int = architecture(6, "attention heads")
     n_embd: int = architecture(768, "channels")
-    window: int = architecture(0, "final attention window in tokens; 0: none", modern=True)
+    window: int = architecture(0, "final window of long layers, in tokens; 0: none", modern=True)
     document_token: int = architecture(50256, "first token of each document", modern=True)
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams; 0: none", modern=True)
     max_ngram: int = architecture(2, "longest n-gram in tokens, at least 2", modern=True)
@@ -98,21 +98,21 @@ class Hyperparameters:
     batch_size: int = training(512, "sequences per step, over all processes")
     sequence_length: int = training(1024, "tokens per sequence")
     num_iterations: int = growing(5100, "optimizer steps")
-    adamw_every: int = training(1, "steps per update of all but Muon's matrices", modern=True)
-    learning_rate: float = training(0.0036, "learning rate of lm_head (tied to wte in gpt2)")
-    embedding_learning_rate: float = training(0.6, "... of token and value embeddings", modern=True)
+    adamw_every: int = training(1, "steps between updates of what Muon does not train", modern=True)
+    learning_rate: float = training(0.0036, "learning rate of lm_head, and of wte in gpt2")
+    embedding_learning_rate: float = training(0.6, "... of embeddings", modern=True)
     ngram_learning_rate: float = training(
-        0.0, "... of n-grams, with Adagrad; 0: AdamW, like the embeddings", modern=True
+        0.0, "... of n-grams, with Adagrad; 0: as embeddings, with AdamW", modern=True
     )
     muon_learning_rate: float = training(0.00036, "... of the matrices of the blocks")
-    muon_weight_decay: float = training(0.0, "weight decay of these matrices", modern=True)
+    muon_weight_decay: float = training(0.0, "weight decay of Muon", modern=True)
     muon_momentum: float = training(0.95, "momentum of Muon")
     muon_warmup_fraction: float = training(0.0, "part of the run in which momentum warms up")
     muon_cooldown_fraction: float = training(0.0, "final part in which momentum falls again")
     warmdown_fraction: float = training(1450 / 5100, "final part, with a linear decay of the rates")
     final_lr: float = training(0.0, "learning rates after the decay, relative to those before it")
     ngram_dropout: float = training(0.0, "probability of dropping an n-gram", modern=True)
-    shuffle: bool = training(False, "shuffle the sequences, split at a new offset in each epoch")
+    shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at another offset")
     val_tokens: int = training(10485760, "tokens of val_files to validate on; 0: up to 2**18")
 
     train_files: str = free("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
@@ -135,12 +135,13 @@ class Hyperparameters:
         check_settings(self)
 
 
-# What the presets for the modern model on GPUs share. Its sources are in records/2026-11-26_Modern.
+# Shared by the GPU presets of the modern model. Sources: records/2026-11-26_Modern_2026.
 MODERN_RECIPE = dict(
     model="modern", n_layer=11, window=1728, ngram_rows=5 * 50304,
     device_batch_size=1, num_iterations=1950, adamw_every=2,
     warmdown_fraction=0.55, final_lr=0.15,
     learning_rate=0.008,
+    # The public rate, 0.03, and decay, 1.2 * 0.03, converted as in Muon's docstring.
     muon_learning_rate=0.03 / 768**0.5, muon_weight_decay=1.2 * 0.03 * 768**0.5,
     muon_warmup_fraction=300 / 1950, muon_cooldown_fraction=50 / 1950,
 )  # fmt: skip
@@ -150,12 +151,12 @@ PRESETS = {
     "record7": ("the defaults: GPT-2 124M on FineWeb, for eight 80 GB GPUs", {}),
     "24gb": ("the same run on one 24 GB GPU", dict(device_batch_size=32)),
     "modern": (
-        "the modern model on FineWeb, for eight 80 GB GPUs; not run yet",
-        MODERN_RECIPE | dict(batch_size=8, sequence_length=32768, val_tokens=320 * 32768),
+        "the modern model on FineWeb, for eight 80 GB GPUs",
+        MODERN_RECIPE | dict(batch_size=8, sequence_length=32768),
     ),
     "modern_24gb": (
         "the modern model on one 24 GB GPU",
-        MODERN_RECIPE | dict(batch_size=16, sequence_length=16384, val_tokens=640 * 16384),
+        MODERN_RECIPE | dict(batch_size=16, sequence_length=16384),
     ),
     "cpu": (
         "the CPU record: trains in seconds on 2 cores; `bash run.sh` prepares its data",
@@ -376,36 +377,36 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
 
 
-# ---- Modern model: what the public records 8 to 77 added, without what needs kernels of its own --
+# ---- Modern model: GPT with ideas of the public records 8 to 77, and a table of hashed n-grams ---
 BLOCK = 128  # tokens; attention windows are made of blocks of this size
 ATTENTION_SCALE = 0.12  # scale of q k^T, in place of 1 / sqrt(D)
-GATE_CHANNELS = 12  # a gate reads only the first channels of a layer's input
+GATE_CHANNELS = 12  # a value gate reads only the first channels of its attention's input
 LOGIT_SOFTCAP = 15.0
 
 
 class LayerRoles:
-    """Which layers do more than the others. n: the number of layers, which are counted from 0.
+    """The layers that differ from the others in a model of n layers, counted from 0.
 
-    The comments give the layers for n = 11, which are those of the public records. In models with
-    few layers, nearly all of them have several roles.
+    The comments end with their numbers for n = 11, as in the public records. In a small model, most
+    layers have several roles.
     """
 
     def __init__(self, n):
-        self.values = {1, 2, n - 3, n - 2, n - 1}  # 1, 2, 8, 9, 10: have value embeddings
-        self.long = {n // 3, n - 1}  # 3, 10: have the long window and offset keys
-        # 7: the attention of later layers reads its output, which is subtracted at the end.
+        self.values = {1, 2, n - 3, n - 2, n - 1}  # have value embeddings: 1, 2, 8, 9, 10
+        self.long = {n // 3, n - 1}  # have the long window and offset keys: 3, 10
+        # Its output is what attention reads in all later layers, and a part of it is subtracted from
+        # the output of the last layer: 7.
         self.backout = max(0, min(2 * n // 3, n - 2))
-        self.skip_from = n // 3  # 3: its output is added to the input of skip_to
-        # 6: has no attention. Models with few layers have no such layer.
-        self.skip_to = (n + 1) // 2 if n >= 8 else None
+        self.skip_from = n // 3  # its output is added to the input of skip_to: 3
+        self.skip_to = (n + 1) // 2 if n >= 8 else None  # has no attention: 6
 
 
 class ModernAttention(CausalSelfAttention):
     """Attention with rotary positions on half of the channels.
 
-    In some layers (see LayerRoles), a table adds an embedding of the token to each value, and the
-    channels of a key that hold no position come from the token before, even if that belongs to
-    another document. A query can then find the token after an earlier copy of its own token.
+    LayerRoles says which layers add a learned embedding of the token to each value, and which take
+    the channels of each key that are not rotated from the token before, even if that belongs to
+    another document. With such keys, a query can find the token after an earlier copy of its own.
     """
 
     def __init__(self, args, layer, dtype):
@@ -451,7 +452,7 @@ def init_uniform(layer):
 def attend(q, k, v, mask):
     """Return attention (B, H, T, D) of queries to keys, all (B, H, T, D).
 
-    mask: None to attend to the whole sequence, or a result of attention_mask.
+    mask: a result of attention_mask, or None for causal attention within the whole sequence.
     """
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=ATTENTION_SCALE)
@@ -460,7 +461,7 @@ def attend(q, k, v, mask):
 
 
 def attention_mask(documents, window_blocks):
-    """Return a mask that lets a token see itself and earlier tokens of its document in a window.
+    """Return a mask for causal attention within a document and a sliding window.
 
     documents: (B, T), the number of each token's document, ascending. window_blocks: scalar
     tensor; a token sees its own block and the window_blocks - 1 blocks before it. Returns a
@@ -468,7 +469,7 @@ def attention_mask(documents, window_blocks):
     """
 
     def visible(b, h, query, key):
-        near = query // BLOCK < key // BLOCK + window_blocks
+        near = query // BLOCK - key // BLOCK < window_blocks
         return (key <= query) & near & (documents[b, query] == documents[b, key])
 
     B, T = documents.shape
@@ -499,16 +500,17 @@ class ModernBlock(nn.Module):
         self.attn = ModernAttention(args, layer, dtype) if has_attention else None
         self.mlp = MLP(args)
         init_uniform(self.mlp.c_fc)
-        # Of the stream, of the token embeddings and of the n-gram embeddings.
+        # Weights of the residual stream, of the token embeddings and of the n-gram embeddings.
         self.input_weights = nn.Parameter(torch.tensor([1.1, 0.0, 0.1]))
 
-    def forward(self, x, x0, ngrams, saved, tokens, mask):
-        """Return the next stream, (B, T, C), like x, x0, ngrams and saved.
+    def forward(self, x, x0, ngram_embeddings, saved, tokens, mask):
+        """Return the residual stream after this block, (B, T, C).
 
-        saved: what attention and its gate read in place of x, or None.
+        x, x0: the stream and the token embeddings, (B, T, C). ngram_embeddings: the same, or 0.0
+        without a table. saved: what attention reads in place of x, or None. tokens: (B, T).
         """
         stream_weight, token_weight, ngram_weight = self.input_weights
-        x = stream_weight * x + token_weight * x0 + ngram_weight * ngrams
+        x = stream_weight * x + token_weight * x0 + ngram_weight * ngram_embeddings
         if self.attn is not None:
             x = x + self.attn(norm(x if saved is None else saved), tokens, mask)
         return x + self.mlp(norm(x))
@@ -517,10 +519,10 @@ class ModernBlock(nn.Module):
 class NgramTable(nn.Module):
     """An embedding table of n-grams, indexed by hashes of the last 2, 3, ... max_ngram tokens.
 
-    The rows found for a position are summed; n-grams with equal hashes share a row. While gradients
-    are enabled, n-grams are dropped with probability `dropout`, and the others are scaled up to
-    compensate. If Adagrad trains the table, its weight is float32, and its gradient is sparse
-    except in a compiled model; if AdamW does, they are like those of the other tables.
+    The rows found for a position are summed; n-grams may share a row. While gradients are enabled,
+    n-grams are dropped with probability `dropout`, and the others are scaled up to compensate.
+    With Adagrad, the weight is float32, and its gradient is sparse unless the model is compiled.
+    With AdamW, the weight has the given dtype, and its gradient is dense.
     """
 
     def __init__(self, args, dtype):
@@ -532,21 +534,22 @@ class NgramTable(nn.Module):
         self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype))
 
     def forward(self, inputs):  # (B, T) to (B, T, C)
-        hashes = inputs
+        ngram = inputs  # a hash of the last tokens
         ngrams = []
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
-            hashes = hashes * 1000003 + earlier + 1  # int64 wraps around
-            ngrams.append(hashes)
+            # "+ 1" distinguishes ngrams of token 0 by their lengths; int64 wraps around.
+            ngram = ngram * 1000003 + earlier + 1
+            ngrams.append(ngram)
         ngrams = torch.stack(ngrams, dim=-1)  # (B, T, max_ngram - 1)
         # The compiler has no sparse gradients.
         sparse = self.adagrad and not torch.compiler.is_compiling()
-        found = F.embedding(ngrams % len(self.weight), self.weight, sparse=sparse)
+        rows = F.embedding(ngrams % len(self.weight), self.weight, sparse=sparse)
         if self.dropout and torch.is_grad_enabled():
             scale = self.survives_dropout(ngrams, inputs) / (1 - self.dropout)
-            found = found * scale[..., None].type_as(found)
-        return found.sum(2)
+            rows = rows * scale[..., None].type_as(rows)
+        return rows.sum(2)
 
     def survives_dropout(self, ngrams, inputs):
         """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
@@ -559,19 +562,19 @@ class NgramTable(nn.Module):
         # Multiplicative hashing: the int64 product wraps around, and its highest bits are mixed
         # best. The multiplier is that of Knuth's MMIX generator.
         product = ngrams * salt * 6364136223846793005
-        random = product >> 44  # the highest 20 of 64 bits, as a number in [-2**19, 2**19)
-        return random >= (self.dropout - 0.5) * 2**20  # true for a fraction 1 - dropout of them
+        uniform = (product >> 44) / 2**20 + 0.5  # from the highest 20 of 64 bits, in [0, 1)
+        return uniform >= self.dropout
 
 
 class ModernGPT(nn.Module):
-    """A GPT with additions of later public records, which all follow from the number of layers.
+    """A GPT with ideas of later public records. LayerRoles places them for any number of layers.
 
-    Every layer adds the token embeddings, x0, and the n-gram embeddings to its input. LayerRoles
-    lists what only some layers do. Embedding tables (of n-grams, if AdamW trains them) and
-    activations have the given dtype; other weights are float32.
-    Source: records 22 to 77 (2025 and 2026) of https://github.com/KellerJordan/modded-nanogpt.
-    records/2026-11-26_Modern_2026 lists each part with its source. Hashing n-grams longer than two
-    tokens and dropping them are our own.
+    Every layer adds the token embeddings, x0, and the n-gram embeddings to its input. Activations
+    and embedding tables have the given dtype, except a table that Adagrad trains (see NgramTable);
+    other weights are float32.
+    Source: records 8 to 77 (2024 to 2026) of https://github.com/KellerJordan/modded-nanogpt.
+    records/2026-11-26_Modern_2026 lists each part with its source. N-grams of more than two tokens
+    and their dropout are our own.
     """
 
     def __init__(self, args, dtype=torch.float32):
@@ -582,20 +585,21 @@ class ModernGPT(nn.Module):
         self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
         self.h = nn.ModuleList(ModernBlock(args, layer, dtype) for layer in range(args.n_layer))
         if self.roles.skip_to is not None:
-            self.skip_weight = nn.Parameter(torch.tensor(0.18))  # sigmoid(-1.5)
+            self.skip_weight = nn.Parameter(torch.tensor(0.18))  # about sigmoid(-1.5), as in public
         self.backout_weight = nn.Parameter(torch.tensor(0.5))
         self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
         nn.init.zeros_(self.lm_head.weight)
         self.document_token = args.document_token
         self.has_window = args.window > 0
-        # The schedule changes this buffer. Changing a Python number would recompile the model.
+        # apply_schedule changes this buffer; it starts at the final window, for inference. Changing
+        # a Python number would recompile the model.
         window_blocks = torch.tensor(window_at(args.num_iterations, args))
         self.register_buffer("window_blocks", window_blocks, persistent=False)
 
     def forward(self, inputs, targets=None):
         """Return the loss or logits, with arguments and results as in GPT."""
         roles = self.roles
-        ngrams = 0.0 if self.ngrams is None else self.ngrams(inputs).to(self.dtype)
+        ngram_embeddings = 0.0 if self.ngrams is None else self.ngrams(inputs).to(self.dtype)
         x = x0 = norm(self.wte(inputs)).to(self.dtype)  # (B, T, C)
         long = short = None
         if self.has_window:
@@ -608,7 +612,7 @@ class ModernGPT(nn.Module):
                 x = x + self.skip_weight * outputs[roles.skip_from]
             mask = long if layer in roles.long else short
             saved = outputs[roles.backout] if layer > roles.backout else None
-            x = block(x, x0, ngrams, saved, inputs, mask)
+            x = block(x, x0, ngram_embeddings, saved, inputs, mask)
             outputs.append(x)
         x = x - self.backout_weight * outputs[roles.backout]
         return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
@@ -681,10 +685,11 @@ class Muon(torch.optim.Optimizer):
       must already be summed or averaged over the ranks. A parameter that has no gradient on the
       rank that owns it is not updated.
     lr: RMS change of an entry per step.
-    beta2: of the moving averages with which NorMuon gives all rows of an update (all columns, if it
-      is wide) about the same size (https://arxiv.org/abs/2510.05491); 0 leaves updates as they are.
-    cautious: whether weight decay spares the entries that the update makes larger.
-    rank, world_size: position and size in process_group; None stands for PyTorch's default group.
+    beta2: decay of NorMuon's moving averages, which even out the sizes of an update's rows
+      (columns, if M < N). 0 disables NorMuon. Source: https://arxiv.org/abs/2510.05491
+    cautious: whether only entries that the update moves towards zero decay.
+    rank, world_size: this process's rank in process_group, and the size of that group.
+    process_group: None for PyTorch's default group.
     dtype: dtype of the matmuls; float16 is more precise than bfloat16, but slow on CPUs.
     Raises ValueError if a parameter or a value is invalid.
 
@@ -815,7 +820,7 @@ class Muon(torch.optim.Optimizer):
             for p, update in zip(stack, slot.chunk(len(stack))):
                 update = update.view_as(p)
                 if group["weight_decay"]:
-                    # Nothing decays if the owner of the parameter has no gradient.
+                    # Without a gradient on its owner, an update is 0, and nothing decays.
                     decays = p * update > 0 if group["cautious"] else update.any()
                     p.mul_(1 - group["lr"] * group["weight_decay"] * decays)
                 scale = max(p.flatten(1).shape) ** 0.5  # gives the update an RMS of 1
@@ -827,7 +832,7 @@ class Muon(torch.optim.Optimizer):
         Raises ValueError if it belongs to another optimizer, such as torch.optim.Muon.
         """
         for group in state_dict["param_groups"]:
-            if not self.defaults.keys() <= group.keys() or "nesterov" in group:  # PyTorch's Muon
+            if not self.defaults.keys() <= group.keys():  # of another optimizer
                 raise ValueError("the state is not Muon's: load one from Muon's full_state_dict()")
         super().load_state_dict(state_dict)
         for p, owner in self.owner.items():
@@ -884,8 +889,8 @@ def new_muon_state(p, group):
 def equalize_rows(update, average, beta2):
     """Divide the rows of an update by moving averages of their sizes, and keep its norm.
 
-    update: (M, N), changed in place. average: of the mean squares of the rows, (M, 1), updated in
-    place; of the columns, (1, N), if M < N. Source: NorMuon (see Muon).
+    update: (M, N), changed in place. average: moving average of each row's mean square, (M, 1), or
+    of each column's, (1, N), if M < N; updated in place. Source: NorMuon (see Muon).
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
@@ -1073,13 +1078,13 @@ def lr_scale_at(step, args):
 
 
 def momentum_at(step, args):
-    """Return Muon's momentum: it grows linearly from 0.85 at first, and falls to it at the end."""
+    """Return Muon's momentum: it warms up linearly from 0.85, and cools down to 0.85 at the end."""
     warmup_steps = round(args.muon_warmup_fraction * args.num_iterations)
     cooldown_steps = round(args.muon_cooldown_fraction * args.num_iterations)
     remaining = args.num_iterations - step
     rise = step / warmup_steps if step < warmup_steps else 1.0
     fall = remaining / cooldown_steps if remaining < cooldown_steps else 1.0
-    low = min(0.85, args.muon_momentum)
+    low = min(0.85, args.muon_momentum)  # never above the setting
     return low + min(rise, fall) * (args.muon_momentum - low)
 
 
@@ -1090,12 +1095,14 @@ def window_at(step, args):
 
 def apply_schedule(model, optimizers, step, args):
     """Set the learning rates, Muon's options and the model's window for a step."""
+    lr_scale = lr_scale_at(step, args)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * lr_scale_at(step, args)
+            group["lr"] = group["initial_lr"] * lr_scale
             if isinstance(optimizer, Muon):
                 group["momentum"] = momentum_at(step, args)
-                group["weight_decay"] = group["initial_weight_decay"] * lr_scale_at(step, args)
+                # As in the public records, lr * weight_decay falls with the square of lr_scale.
+                group["weight_decay"] = group["initial_weight_decay"] * lr_scale
     if args.model == "modern":
         model.window_blocks.fill_(window_at(step, args))
 
@@ -1103,8 +1110,9 @@ def apply_schedule(model, optimizers, step, args):
 def build_optimizers(model, args):
     """Return the optimizers of a model. apply_schedule scales their rates and weight decay."""
     build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
-    ranks = dict(rank=get_rank(), world_size=get_world_size())
-    optimizers = build(model, args, dict(momentum=args.muon_momentum, dtype=model.dtype, **ranks))
+    muon_options = dict(momentum=args.muon_momentum, dtype=model.dtype)
+    muon_options |= dict(rank=get_rank(), world_size=get_world_size())
+    optimizers = build(model, args, muon_options)
     if Counter(p for o in optimizers for p in params_of(o)) != Counter(model.parameters()):
         raise UserError("every parameter of the model must be in exactly one optimizer")
     for optimizer in optimizers:
@@ -1124,32 +1132,30 @@ def gpt2_optimizers(model, args, muon_options):
 
 
 def modern_optimizers(model, args, muon_options):
-    """Return the optimizers of the modern model: Muon, AdamW, and for n-grams perhaps Adagrad.
+    """Return Muon, AdamW, and Adagrad if ngram_learning_rate is not 0.
 
-    The betas of AdamW and beta2 of Muon are those of record 62.
+    AdamW's betas, eps and rate of scalars, and Muon's beta2, are those of record 62.
     """
-    attention = [block.attn for block in model.h if block.attn is not None]
-    with_values = [attn for attn in attention if attn.value_table is not None]
-    gates = [attn.value_gate.weight for attn in with_values]
-    tables = [model.wte.weight] + [attn.value_table.weight for attn in with_values]
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    gates = [p for name, p in model.named_parameters() if "value_gate" in name]
     matrices = [p for p in model.h.parameters() if p.ndim == 2 and p not in {*gates, *tables}]
     scalars = [p for p in model.parameters() if p.ndim < 2]
-    uses_adagrad = model.ngrams is not None and model.ngrams.adagrad
-    if model.ngrams is not None and not uses_adagrad:
-        tables.append(model.ngrams.weight)
+    ngrams = [] if model.ngrams is None else [model.ngrams.weight]
+    if args.ngram_learning_rate == 0:
+        tables, ngrams = tables + ngrams, []
     adamw_groups = [
         dict(params=[model.lm_head.weight], lr=args.learning_rate, betas=(0.5, 0.95)),
         dict(params=tables, lr=args.embedding_learning_rate, betas=(0.75, 0.95)),
         dict(params=gates, lr=args.learning_rate, betas=(0.9, 0.99)),
         dict(params=scalars, lr=0.04, betas=(0.9, 0.99)),
     ]
-    options = dict(weight_decay=args.muon_weight_decay, beta2=0.95, cautious=True)
+    muon_options |= dict(weight_decay=args.muon_weight_decay, beta2=0.95, cautious=True)
     optimizers = [
-        Muon(matrices, args.muon_learning_rate, **options, **muon_options),
+        Muon(matrices, args.muon_learning_rate, **muon_options),
         torch.optim.AdamW(adamw_groups, eps=1e-10, weight_decay=0, fused=True),
     ]
-    if uses_adagrad:
-        optimizers.append(torch.optim.Adagrad([model.ngrams.weight], args.ngram_learning_rate))
+    if ngrams:
+        optimizers.append(torch.optim.Adagrad(ngrams, args.ngram_learning_rate))
     return optimizers
 
 
@@ -1178,9 +1184,9 @@ def train_step(run, inputs, targets):
         micro_loss = run.model(x, y) * (rows / sequences)
         micro_loss.backward()
         loss += micro_loss.detach()
-    # With adamw_every above 1, the gradients of the other parameters add up over several steps.
-    is_last = (run.step + 1) % run.args.adamw_every == 0
-    due = [o for o in run.optimizers if isinstance(o, Muon) or is_last]
+    # The other optimizers run every adamw_every steps. Until then, their gradients add up.
+    all_are_due = (run.step + 1) % run.args.adamw_every == 0
+    due = [o for o in run.optimizers if isinstance(o, Muon) or all_are_due]
     sums = start_gradient_sums(due)
     for optimizer in due:
         if isinstance(optimizer, Muon):
