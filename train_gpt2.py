@@ -179,7 +179,7 @@ PRESETS = {
             train_files="data/mine/train_*.bin",
             val_files="data/mine/val_*.bin",
             vocab_size=257, n_layer=4, n_head=2, n_embd=128,
-            model="modern", ngram_rows=2**18, max_ngram=6, ngram_dropout=0.6,
+            model="modern", ngram_rows=2**18, max_ngram=6, ngram_dropout=0.7,
             batch_size=16, sequence_length=256,
             num_iterations=1040, warmdown_fraction=840 / 1040, muon_warmup_fraction=150 / 1040,
             learning_rate=0.004, embedding_learning_rate=0.1, ngram_learning_rate=0.04,
@@ -394,8 +394,7 @@ class LayerRoles:
     def __init__(self, n):
         self.values = {1, 2, n - 3, n - 2, n - 1}  # have value embeddings: 1, 2, 8, 9, 10
         self.long = {n // 3, n - 1}  # have the long window and offset keys: 3, 10
-        # Its output is what attention reads in all later layers, and a part of it is subtracted from
-        # the output of the last layer: 7.
+        # Attention reads its output in later layers, and a part of it is subtracted at the end: 7.
         self.backout = max(0, min(2 * n // 3, n - 2))
         self.skip_from = n // 3  # its output is added to the input of skip_to: 3
         self.skip_to = (n + 1) // 2 if n >= 8 else None  # has no attention: 6
@@ -486,8 +485,9 @@ def attention_mask(documents, window_blocks):
     shared = first_document[:, :, None] <= last_document[:, None]  # (B, queries, keys)
     seen = shared & (distance >= 0) & (distance < window_blocks)
     counts = seen.sum(-1, dtype=torch.int32)
-    # A stable sort puts the indices of the seen blocks first, as BlockMask expects.
-    indices = seen.int().argsort(dim=-1, descending=True, stable=True).int()
+    # The seen blocks end with the query's own and have no gaps. BlockMask reads `counts` of them.
+    first = block - counts + 1
+    indices = (first[:, :, None] + block).clamp(max=len(block) - 1).int()
     return BlockMask.from_kv_blocks(
         counts[:, None], indices[:, None], BLOCK_SIZE=BLOCK, mask_mod=visible
     )
@@ -822,7 +822,7 @@ class Muon(torch.optim.Optimizer):
                 if group["weight_decay"]:
                     # Without a gradient on its owner, an update is 0, and nothing decays.
                     decays = p * update > 0 if group["cautious"] else update.any()
-                    p.mul_(1 - group["lr"] * group["weight_decay"] * decays)
+                    p.addcmul_(p, decays, value=-group["lr"] * group["weight_decay"])
                 scale = max(p.flatten(1).shape) ** 0.5  # gives the update an RMS of 1
                 p.add_(update, alpha=-group["lr"] * scale)
 
@@ -1149,7 +1149,9 @@ def modern_optimizers(model, args, muon_options):
         dict(params=gates, lr=args.learning_rate, betas=(0.9, 0.99)),
         dict(params=scalars, lr=0.04, betas=(0.9, 0.99)),
     ]
-    muon_options |= dict(weight_decay=args.muon_weight_decay, beta2=0.95, cautious=True)
+    muon_options = muon_options | dict(
+        weight_decay=args.muon_weight_decay, beta2=0.95, cautious=True
+    )
     optimizers = [
         Muon(matrices, args.muon_learning_rate, **muon_options),
         torch.optim.AdamW(adamw_groups, eps=1e-10, weight_decay=0, fused=True),
@@ -1608,6 +1610,12 @@ def compile_model(run):
     """Compile the model by running one validation and one training pass on a micro-batch."""
     from torch._dynamo.exc import BackendCompilerFailed  # slow to import
 
+    if run.device.type == "cuda":
+        from torch._inductor.decomposition import decompositions
+
+        # PyTorch's own kernel for gradients of embeddings adds them in a fixed order and, as planned
+        # for a GPU, faster than the compiler's.
+        decompositions.pop(torch.ops.aten.embedding_dense_backward.default, None)
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
