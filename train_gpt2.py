@@ -822,7 +822,7 @@ class Muon(torch.optim.Optimizer):
                 if group["weight_decay"]:
                     # Without a gradient on its owner, an update is 0, and nothing decays.
                     decays = p * update > 0 if group["cautious"] else update.any()
-                    p.addcmul_(p, decays, value=-group["lr"] * group["weight_decay"])
+                    p.mul_(1 - group["lr"] * group["weight_decay"] * decays)
                 scale = max(p.flatten(1).shape) ** 0.5  # gives the update an RMS of 1
                 p.add_(update, alpha=-group["lr"] * scale)
 
@@ -1613,8 +1613,8 @@ def compile_model(run):
     if run.device.type == "cuda":
         from torch._inductor.decomposition import decompositions
 
-        # PyTorch's own kernel for gradients of embeddings adds them in a fixed order and, as planned
-        # for a GPU, faster than the compiler's.
+        # PyTorch's own kernel for gradients of embeddings sums in a fixed order and, as planned
+        # for GPUs, is faster than the compiler's.
         decompositions.pop(torch.ops.aten.embedding_dense_backward.default, None)
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch, run.args.sequence_length)
