@@ -168,7 +168,8 @@ PRESETS = {
             model="modern", ngram_rows=2**18, max_ngram=6,
             batch_size=16, sequence_length=256, shuffle=True,
             num_iterations=64, warmdown_fraction=0.75, final_lr=0.1,
-            learning_rate=0.02, ngram_learning_rate=0.3, muon_learning_rate=0.004,
+            learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.3,
+            muon_learning_rate=0.004,
             val_loss_every=0, val_tokens=1644 * 256, target_val_loss=1.32,
         ),
     ),
@@ -1134,7 +1135,7 @@ def gpt2_optimizers(model, args, muon_options):
 def modern_optimizers(model, args, muon_options):
     """Return Muon, AdamW, and Adagrad if ngram_learning_rate is not 0.
 
-    AdamW's betas, eps and rate of scalars, and Muon's beta2, are those of record 62.
+    Values that are not settings are those of record 62.
     """
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     gates = [p for name, p in model.named_parameters() if "value_gate" in name]
@@ -1146,7 +1147,7 @@ def modern_optimizers(model, args, muon_options):
     adamw_groups = [
         dict(params=[model.lm_head.weight], lr=args.learning_rate, betas=(0.5, 0.95)),
         dict(params=tables, lr=args.embedding_learning_rate, betas=(0.75, 0.95)),
-        dict(params=gates, lr=args.learning_rate, betas=(0.9, 0.99)),
+        dict(params=gates, lr=0.008, betas=(0.9, 0.99)),
         dict(params=scalars, lr=0.04, betas=(0.9, 0.99)),
     ]
     muon_options = muon_options | dict(

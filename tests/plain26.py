@@ -191,7 +191,7 @@ class PlainTraining:
         if name in ("wte.weight", "ngrams.weight") or "value_table" in name:
             return self.args.embedding_learning_rate, 0.75, 0.95
         if "value_gate" in name:
-            return self.args.learning_rate, 0.9, 0.99
+            return 0.008, 0.9, 0.99
         assert p.ndim < 2, name
         return 0.04, 0.9, 0.99
 

@@ -18,8 +18,8 @@ compiles = pytest.mark.skipif(not VERSIONS.items() <= installed.items(), reason=
 
 # Triton kernels of two or four layers at full width: launches, GB that they read and write.
 KERNELS = {
-    "record7": {"validation": (27, 1.721), "forward": (26, 3.346), "backward": (23, 1.356)},
-    "modern": {"validation": (62, 2.816), "forward": (67, 4.544), "backward": (86, 6.319)},
+    "record7": {"validation": (27, 1.721), "forward": (26, 3.346), "backward": (22, 1.356)},
+    "modern": {"validation": (62, 2.816), "forward": (67, 4.544), "backward": (76, 2.791)},
 }
 SMALL = [
     "--model=modern", "--n_layer=1", "--n_embd=32", "--n_head=1", "--vocab_size=64",
@@ -46,10 +46,18 @@ def test_the_compiled_steps_have_the_expected_kernels_bytes_and_flops():
     """Each preset compiles to one graph forward and one backward, without spills."""
     steps = json.loads(run_tool("tests/gpu_step.py", "compile")[0])
     attention = "_scaled_dot_product_cudnn_attention"
-    external = {"forward": [attention, "mm"], "backward": [f"{attention}_backward", "mm"]}
+    embedding = "embedding_dense_backward"
+    external = {
+        "forward": [attention, "mm"],
+        "backward": [f"{attention}_backward", embedding, "mm"],
+    }
     external = {
         "record7": {**external, "validation": external["forward"]},
-        "modern": {"validation": ["bmm", "mm"], "forward": ["mm", "sort"], "backward": ["mm"]},
+        "modern": {
+            "validation": ["bmm", "mm"],
+            "forward": ["mm", "sort"],
+            "backward": [embedding, "mm"],
+        },
     }
     for preset, expected in KERNELS.items():
         graphs = steps[preset]["graphs"]
@@ -89,7 +97,7 @@ def test_the_generated_kernels_compute_the_eager_loss_and_gradients():
     for differences in results.values():
         for name, difference in differences.items():
             # The gradient of a single weight is a sum of large terms that nearly cancel.
-            limit = 1e-4 if name.endswith(single_weights) else 1e-5
+            limit = 1e-3 if name.endswith(single_weights) else 1e-5
             assert difference < limit, (name, difference)
 
 
