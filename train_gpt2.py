@@ -421,7 +421,7 @@ class ModernAttention(CausalSelfAttention):
         self.value_table = self.value_gate = None
         if layer in roles.values:
             self.value_table = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
-            nn.init.normal_(self.value_table.weight, std=0.01)
+            nn.init.normal_(self.value_table.weight, std=0.5)
             self.value_gate = CastedLinear(GATE_CHANNELS, args.n_head, bias=False)
             nn.init.zeros_(self.value_gate.weight)
 
@@ -502,7 +502,7 @@ class ModernBlock(nn.Module):
         self.mlp = MLP(args)
         init_uniform(self.mlp.c_fc)
         # Weights of the residual stream, of the token embeddings and of the n-gram embeddings.
-        self.input_weights = nn.Parameter(torch.tensor([1.1, 0.0, 0.1]))
+        self.input_weights = nn.Parameter(torch.tensor([1.0, 0.0, 0.3]))
 
     def forward(self, x, x0, ngram_embeddings, saved, tokens, mask):
         """Return the residual stream after this block, (B, T, C).

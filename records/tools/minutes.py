@@ -74,7 +74,7 @@ class Rule:
             n_embd=channels,
             max_ngram=self.max_ngram,
             ngram_rows=2**18 if self.tokens < 2**22 else 2**20,
-            ngram_dropout=round(0.6 * min(1.0, max(0.0, epochs - 1)), 2),  # against overfitting
+            ngram_dropout=round(0.7 * min(1.0, max(0.0, epochs - 1)), 2),  # against overfitting
             sequence_length=SEQUENCE_LENGTH,
             batch_size=self.batch_size,
             num_iterations=steps,
