@@ -47,9 +47,6 @@ def remove(part, model):
     elif part == "token embeddings in layers":
         for block in model.h[1:]:
             fix(block.input_weights, 1, 0.0)
-    elif part == "stream factor":
-        for block in model.h:
-            block.input_weights.data[0] = 1.0
     elif part == "backout":
         fix(model.backout_weight, ..., 0.0)
     elif part == "saved input":
