@@ -94,6 +94,8 @@ launch() {
         export NPROC=$((processes > 1 ? processes : 1))  # of each run that it starts
     elif [ "$processes" -gt 1 ]; then
         torchrun="-m torch.distributed.run --standalone --nproc_per_node=$processes"
+        # Under nohup, torchrun would still stop the run when the terminal is closed.
+        [ -z "$(trap -p HUP)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
     fi
     exec "$python" $torchrun "$@"
 }

@@ -1688,7 +1688,8 @@ def join_ranks(args):
             where = dict(store=store, rank=rank, world_size=world_size)
             dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
         except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
-            raise UserError(f"cannot join the other ranks ({error}): use torchrun") from None
+            fix = "use torchrun, and check the network's settings"
+            raise UserError(f"cannot join the other ranks ({error}): {fix}") from None
     if "RANK" not in os.environ:
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if os.environ.get(name, "1") != "1":
@@ -1748,7 +1749,8 @@ class StopRequest:
         for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.on_signal)
+                with contextlib.suppress(ValueError):  # only the main thread may do this
+                    signal.signal(number, self.on_signal)
 
     def on_signal(self, number, frame):
         """Request a stop. A second signal, at least a second later, ends the process at once."""
@@ -2001,7 +2003,8 @@ def claim_folder(run):
     Return None if the run has already finished. The file run.lock marks the folder of a run.
     """
     args, folder, lock_path = run.args, run.folder, run.folder / "run.lock"
-    if not lock_path.exists() and (any(folder.glob("*")) or run.log.path.exists()):
+    has_lock = lock_path.exists() and not lock_path.is_symlink()
+    if not has_lock and (any(folder.glob("*")) or run.log.path.exists()):
         raise UserError(f"{folder} was not created by a run of this script: pass another --run_id")
     if args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
