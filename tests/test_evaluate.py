@@ -146,7 +146,7 @@ def test_other_validation_tokens_than_those_of_the_run_are_refused(plain_run, tm
         (["--stride=0"], "--stride=0"),
         (["--stride=17"], "--stride=17"),
         (["--encoding=gpt7"], "gpt7"),
-        (["--device=cuda"], "needs a GPU"),
+        (["--device=cuda"], "GPU 0 is not available"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, sentence, tmp_path, capsys, monkeypatch):

@@ -164,8 +164,8 @@ UNUSABLE = [
     ("s_1.bin is not a file", lambda folder: (folder / "s_1.bin").mkdir()),
     ("s_1.bin is not a file", lambda folder: os.mkfifo(folder / "s_1.bin")),  # open() would block
     ("s_1.bin is not a file", lambda folder: (folder / "s_1.bin").symlink_to("nowhere")),
-    ("shard occurs twice", lambda folder: shutil.copy(folder / "s_0.bin", folder / "s_1.bin")),
-    ("shard occurs twice", lambda folder: (folder / "s_1.bin").symlink_to("s_0.bin")),
+    ("two shards are equal", lambda folder: shutil.copy(folder / "s_0.bin", folder / "s_1.bin")),
+    ("two shards are equal", lambda folder: (folder / "s_1.bin").symlink_to("s_0.bin")),
     ("overlap", lambda folder: shutil.copy(folder / "s_0.bin", folder / "val.bin")),
     ("is being packed", lambda folder: (folder / ".pack").mkdir()),
 ]

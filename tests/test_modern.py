@@ -36,7 +36,7 @@ SMALL = {
     "device_batch_size": 1, "num_iterations": 12, "adamw_every": 2, "warmdown_fraction": 6 / 12,
     "final_lr": 0.15, "learning_rate": 0.01, "embedding_learning_rate": 0.1,
     "muon_learning_rate": 0.03 / 32**0.5, "muon_weight_decay": 32**0.5,
-    "muon_warmup_fraction": 4 / 12, "muon_cooldown_fraction": 3 / 12,
+    "muon_warmup_fraction": 4 / 12, "muon_cooldown_fraction": 5 / 12,
 }  # fmt: skip
 
 
@@ -250,8 +250,9 @@ def first_departure(history, module, n_layer, length):
         loss = plain(inputs, targets, training.window())
         loss.backward()
         training.update()
+        # Rounding of bfloat16 updates alone makes differences of up to 7e-5 and 3e-3.
         changes = [(p - q).norm() / q.norm() for p, q in zip(ours, plain.parameters())]
-        if abs(loss.item() - our_loss) > 5e-4 or max(changes) > 2e-2:
+        if abs(loss.item() - our_loss) > 2e-4 or max(changes) > 2e-2:
             return step
     return None
 
@@ -283,7 +284,7 @@ TRAINING_FAULTS = {
     ),
     "beta1 of the tables": ("0.75, 0.95", "0.9, 0.95"),
     "beta2 of the tables": ("0.75, 0.95", "0.75, 0.99"),
-    "the betas of the gates": (GATE_OPTIONS, GATE_OPTIONS.replace("0.9, 0.99", "0.75, 0.95")),
+    "the betas of the gates": (GATE_OPTIONS, GATE_OPTIONS.replace("0.9, 0.99", "0.0, 0.5")),
     "the betas of the scalars": (SCALAR_OPTIONS, SCALAR_OPTIONS.replace("0.9, 0.99", "0.8, 0.95")),
     "no warm-up": ("min(rise, fall, 1)", "min(fall, 1)"),
     "no cooldown": ("min(rise, fall, 1)", "min(rise, 1)"),

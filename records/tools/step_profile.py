@@ -130,7 +130,7 @@ def main(args, stop):
     every = args.adamw_every
     warm_up, profiled = (math.ceil(steps / every) * every for steps in (WARM_UP, PROFILED))
     # Do not validate or save, and let even a short run take all steps.
-    steps = max(args.num_iterations, warm_up + 2 * profiled + 1)
+    steps = max(args.num_iterations, warm_up + 2 * profiled + every)
     changes = dict(num_iterations=steps, val_loss_every=0, save_every=0)
     run.args = dataclasses.replace(args, **changes)
     if args.compile:
