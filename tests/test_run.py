@@ -61,8 +61,8 @@ def test_the_preset_cpu_is_the_cpu_record():
     path = ROOT / "records" / "2026-11-26_Modern_2026" / "cpu" / "seed41.txt"
     logged = dict(re.findall(r"^hyperparameter (\w+)=(.*)$", path.read_text(), re.M))
     args = dataclasses.asdict(parse_args(["--preset=cpu"]))
-    # Validations and compilation do not change what is trained.
-    unrelated = {"run_id", "seed", "log_dir", "val_loss_every", "compile"}
+    # Validations and compilation do not change what is trained, and a log has the dtype in use.
+    unrelated = {"run_id", "seed", "log_dir", "val_loss_every", "compile", "dtype"}
     same = args.keys() & logged.keys() - unrelated
     assert {name: repr(args[name]) for name in same} == {name: logged[name] for name in same}
     assert len(same) > 20
