@@ -89,7 +89,7 @@ class Hyperparameters:
     n_head: int = architecture(6, "attention heads")
     n_embd: int = architecture(768, "channels")
     window: int = architecture(0, "final window of long layers, in tokens; 0: none", modern=True)
-    document_token: int = architecture(50256, "first token of each document", modern=True)
+    document_token: int = architecture(50256, "first token of a document; with window", modern=True)
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams; 0: none", modern=True)
     max_ngram: int = architecture(2, "longest n-gram in tokens, at least 2", modern=True)
 
@@ -98,7 +98,7 @@ class Hyperparameters:
     batch_size: int = training(512, "sequences per step, over all processes")
     sequence_length: int = training(1024, "tokens per sequence")
     num_iterations: int = growing(5100, "optimizer steps")
-    adamw_every: int = training(1, "steps between updates of what Muon does not train", modern=True)
+    adamw_every: int = training(1, "steps between updates of AdamW and Adagrad", modern=True)
     learning_rate: float = training(0.0036, "learning rate of lm_head, and of wte in gpt2")
     embedding_learning_rate: float = training(0.6, "... of embeddings", modern=True)
     ngram_learning_rate: float = training(
@@ -141,7 +141,7 @@ MODERN_RECIPE = dict(
     device_batch_size=1, num_iterations=1950, adamw_every=2,
     warmdown_fraction=0.55, final_lr=0.15,
     learning_rate=0.008,
-    # The public rate, 0.03, and decay, 1.2 * 0.03, converted as in Muon's docstring.
+    # The public rates, 0.03 and for the MLP 0.06, and decay, 1.2 * 0.03, in the units of Muon here.
     muon_learning_rate=0.03 / 768**0.5, muon_weight_decay=1.2 * 0.03 * 768**0.5,
     muon_warmup_fraction=300 / 1950, muon_cooldown_fraction=50 / 1950,
 )  # fmt: skip
@@ -230,7 +230,7 @@ class Rotary(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention to all earlier tokens, with rotary positions and normalized queries and keys."""
+    """Causal self-attention with rotary positions and normalized queries and keys."""
 
     def __init__(self, args):
         super().__init__()
@@ -395,7 +395,8 @@ class LayerRoles:
     def __init__(self, n):
         self.values = {1, 2, n - 3, n - 2, n - 1}  # have value embeddings: 1, 2, 8, 9, 10
         self.long = {n // 3, n - 1}  # have the long window and offset keys: 3, 10
-        # Attention reads its output in later layers, and a part of it is subtracted at the end: 7.
+        # Attention in later layers reads this layer's output instead of its own input. At the end,
+        # a part of this output is subtracted from the stream: 7.
         self.backout = max(0, min(2 * n // 3, n - 2))
         self.skip_from = n // 3  # its output is added to the input of skip_to: 3
         self.skip_to = (n + 1) // 2 if n >= 8 else None  # has no attention: 6
@@ -404,9 +405,9 @@ class LayerRoles:
 class ModernAttention(CausalSelfAttention):
     """Attention with rotary positions on half of the channels.
 
-    LayerRoles says which layers add a learned embedding of the token to each value, and which take
-    the channels of each key that are not rotated from the token before, even if that belongs to
-    another document. With such keys, a query can find the token after an earlier copy of its own.
+    LayerRoles says which layers add a learned embedding of the token to each value, and which have
+    offset keys: each key takes its unrotated channels from the previous token's key, even across a
+    document boundary. A query can then find the token that followed an earlier copy of its own.
     """
 
     def __init__(self, args, layer, dtype):
@@ -486,7 +487,8 @@ def attention_mask(documents, window_blocks):
     shared = first_document[:, :, None] <= last_document[:, None]  # (B, queries, keys)
     seen = shared & (distance >= 0) & (distance < window_blocks)
     counts = seen.sum(-1, dtype=torch.int32)
-    # The seen blocks end with the query's own and have no gaps. BlockMask reads `counts` of them.
+    # The seen blocks end with the query's own and have no gaps. BlockMask reads only the first
+    # `counts` entries of each row of indices.
     first = block - counts + 1
     indices = (first[:, :, None] + block).clamp(max=len(block) - 1).int()
     return BlockMask.from_kv_blocks(
@@ -507,8 +509,9 @@ class ModernBlock(nn.Module):
     def forward(self, x, x0, ngram_embeddings, saved, tokens, mask):
         """Return the residual stream after this block, (B, T, C).
 
-        x, x0: the stream and the token embeddings, (B, T, C). ngram_embeddings: the same, or 0.0
-        without a table. saved: what attention reads in place of x, or None. tokens: (B, T).
+        x, x0: the stream and the token embeddings, (B, T, C). ngram_embeddings: (B, T, C), or 0.0
+        without a table. saved: an earlier layer's output, (B, T, C), which attention reads instead
+        of x, or None. tokens: (B, T).
         """
         stream_weight, token_weight, ngram_weight = self.input_weights
         x = stream_weight * x + token_weight * x0 + ngram_weight * ngram_embeddings
@@ -540,11 +543,11 @@ class NgramTable(nn.Module):
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
-            # "+ 1" distinguishes ngrams of token 0 by their lengths; int64 wraps around.
+            # "+ 1" distinguishes n-grams of token 0 by their lengths; int64 wraps around.
             ngram = ngram * 1000003 + earlier + 1
             ngrams.append(ngram)
         ngrams = torch.stack(ngrams, dim=-1)  # (B, T, max_ngram - 1)
-        # The compiler has no sparse gradients.
+        # torch.compile does not support sparse gradients.
         sparse = self.adagrad and not torch.compiler.is_compiling()
         rows = F.embedding(ngrams % len(self.weight), self.weight, sparse=sparse)
         if self.dropout and torch.is_grad_enabled():
@@ -570,12 +573,12 @@ class NgramTable(nn.Module):
 class ModernGPT(nn.Module):
     """A GPT with ideas of later public records. LayerRoles places them for any number of layers.
 
-    Every layer adds the token embeddings, x0, and the n-gram embeddings to its input. Activations
-    and embedding tables have the given dtype, except a table that Adagrad trains (see NgramTable);
-    other weights are float32.
+    The input of every layer is a learned weighted sum of the residual stream, the token embeddings,
+    x0, and the n-gram embeddings. Activations and embedding tables have the given dtype, except a
+    table that Adagrad trains (see NgramTable); other weights are float32.
     Source: records 8 to 77 (2024 to 2026) of https://github.com/KellerJordan/modded-nanogpt.
-    records/2026-11-26_Modern_2026 lists each part with its source. N-grams of more than two tokens
-    and their dropout are our own.
+    records/2026-11-26_Modern_2026 lists each part with its source. N-grams of more than two tokens,
+    and the dropout of n-grams, are our own.
     """
 
     def __init__(self, args, dtype=torch.float32):
@@ -586,7 +589,7 @@ class ModernGPT(nn.Module):
         self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
         self.h = nn.ModuleList(ModernBlock(args, layer, dtype) for layer in range(args.n_layer))
         if self.roles.skip_to is not None:
-            self.skip_weight = nn.Parameter(torch.tensor(0.18))  # about sigmoid(-1.5), as in public
+            self.skip_weight = nn.Parameter(torch.tensor(0.18))  # the public initial value
         self.backout_weight = nn.Parameter(torch.tensor(0.5))
         self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
         nn.init.zeros_(self.lm_head.weight)
@@ -603,7 +606,7 @@ class ModernGPT(nn.Module):
         ngram_embeddings = 0.0 if self.ngrams is None else self.ngrams(inputs).to(self.dtype)
         x = x0 = norm(self.wte(inputs)).to(self.dtype)  # (B, T, C)
         long = short = None
-        if self.has_window:
+        if self.has_window:  # without a window, attention is causal across documents
             documents = (inputs == self.document_token).cumsum(1)
             long = attention_mask(documents, self.window_blocks)
             short = attention_mask(documents, (self.window_blocks // 2).clamp(min=1))
@@ -1095,7 +1098,7 @@ def window_at(step, args):
 
 
 def apply_schedule(model, optimizers, step, args):
-    """Set the learning rates, Muon's options and the model's window for a step."""
+    """Set the learning rates, Muon's momentum and weight decay, and the window for a step."""
     lr_scale = lr_scale_at(step, args)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -1109,7 +1112,7 @@ def apply_schedule(model, optimizers, step, args):
 
 
 def build_optimizers(model, args):
-    """Return the optimizers of a model. apply_schedule scales their rates and weight decay."""
+    """Return the optimizers of a model. apply_schedule scales rates and Muon's weight decay."""
     build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
     muon_options = dict(momentum=args.muon_momentum, dtype=model.dtype)
     muon_options |= dict(rank=get_rank(), world_size=get_world_size())
@@ -1133,7 +1136,7 @@ def gpt2_optimizers(model, args, muon_options):
 
 
 def modern_optimizers(model, args, muon_options):
-    """Return Muon, AdamW, and Adagrad if ngram_learning_rate is not 0.
+    """Return Muon, AdamW, and Adagrad for an n-gram table with ngram_learning_rate above 0.
 
     Values that are not settings are those of record 62.
     """
@@ -1143,7 +1146,8 @@ def modern_optimizers(model, args, muon_options):
     scalars = [p for p in model.parameters() if p.ndim < 2]
     ngrams = [] if model.ngrams is None else [model.ngrams.weight]
     if args.ngram_learning_rate == 0:
-        tables, ngrams = tables + ngrams, []
+        tables += ngrams
+        ngrams = []
     adamw_groups = [
         dict(params=[model.lm_head.weight], lr=args.learning_rate, betas=(0.5, 0.95)),
         dict(params=tables, lr=args.embedding_learning_rate, betas=(0.75, 0.95)),
