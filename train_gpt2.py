@@ -2053,7 +2053,7 @@ def restore(run, resume, init):
         if "optimizers" not in state:
             raise UserError(f"{resume} holds only weights: start a new run with --init={resume}")
         check_same(facts, state["facts"], resume, growing=settings_with_role(args, "growing"))
-        run.model.load_state_dict(state["model"])
+        load_weights(run.model, state["model"], resume)
         for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
             # The options in param_groups are those of this script, not of the checkpoint.
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
@@ -2066,9 +2066,17 @@ def restore(run, resume, init):
         state = read_pt(init)
         needed = settings_with_role(args, "architecture") | dict(encoding=facts["encoding"])
         check_same(needed, state["facts"], init)
-        run.model.load_state_dict(state["model"])
+        load_weights(run.model, state["model"], init)
         return f"starting from the weights in {init}"
     return "starting from new weights"
+
+
+def load_weights(model, weights, path):
+    """Load weights from a file. Raises UserError if they are those of another model."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{path} holds weights of another model ({error})") from None
 
 
 def check_same(facts, saved, path, growing=()):

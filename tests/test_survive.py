@@ -483,6 +483,7 @@ REFUSALS = [
     ({**INIT, "vocab_size": 96}, "saved with vocab_size=64"),
     ({**INIT, "init": "nowhere.pt"}, "nowhere.pt is not a file"),
     ({**INIT, "init": "logs/old.pt"}, "logs/old.pt has format 1, not 4"),
+    ({**INIT, "init": "logs/edited.pt"}, "edited.pt holds weights of another model"),
     ({"log_dir": "/dev/null/logs"}, "Not a directory: ./dev/null/logs"),
 ]
 
@@ -499,7 +500,9 @@ def test_conflicts_with_earlier_runs_are_rejected(
     os.mkfifo("logs/pipe.txt")
     Path("logs/notes.txt").write_text("torch==2.13.0\n")
     write_shard(Path("other/train_0.bin"), np.arange(3000) % 64)
-    write_weights(tmp_path / "logs" / "old.pt", train_gpt2.read_pt(weights) | {"format": 1})
+    state = train_gpt2.read_pt(weights)
+    write_weights(tmp_path / "logs" / "old.pt", state | {"format": 1})
+    write_weights(tmp_path / "logs" / "edited.pt", state | {"model": {"new": torch.zeros(1)}})
     refused(sentence, tiny, **changes)
 
 
