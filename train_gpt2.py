@@ -846,7 +846,7 @@ class Muon(torch.optim.Optimizer):
     def full_state_dict(self):
         """Collective: return state_dict() with the states of all ranks, for a checkpoint.
 
-        state_dict() itself holds only the momenta of this rank.
+        state_dict() itself holds only the states of this rank.
         """
         full = self.state_dict()
         pairs = [(p, group) for group in self.param_groups for p in group["params"]]
