@@ -161,15 +161,15 @@ PRESETS = {
     "cpu": (
         "the CPU record: trains in seconds on 2 cores; `bash run.sh` prepares its data",
         dict(
-            device="cpu", compile=False,  # compiling takes longer than these 64 steps
+            device="cpu", compile=False,  # compiling takes longer than the training
             train_files="data/torch_sources/train_*.bin",
             val_files="data/torch_sources/val_*.bin",
             vocab_size=257, n_layer=2, n_head=1, n_embd=128,
             model="modern", ngram_rows=2**18, max_ngram=6,
             batch_size=16, sequence_length=256, shuffle=True,
-            num_iterations=64, warmdown_fraction=0.75, final_lr=0.1,
-            learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.3,
-            muon_learning_rate=0.004,
+            num_iterations=44, warmdown_fraction=0.5, final_lr=0.3,
+            learning_rate=0.02, embedding_learning_rate=0.2, ngram_learning_rate=0.2,
+            muon_learning_rate=0.005, muon_momentum=0.85,
             val_loss_every=0, val_tokens=1644 * 256, target_val_loss=1.32,
         ),
     ),
