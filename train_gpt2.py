@@ -167,8 +167,8 @@ PRESETS = {
             vocab_size=257, n_layer=2, n_head=1, n_embd=128,
             model="modern", ngram_rows=2**18, max_ngram=6,
             batch_size=16, sequence_length=256, shuffle=True,
-            num_iterations=44, warmdown_fraction=0.5, final_lr=0.3,
-            learning_rate=0.02, embedding_learning_rate=0.2, ngram_learning_rate=0.2,
+            num_iterations=40, warmdown_fraction=0.5, final_lr=0.3,
+            learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.2,
             muon_learning_rate=0.005, muon_momentum=0.85,
             val_loss_every=0, val_tokens=1644 * 256, target_val_loss=1.32,
         ),
@@ -414,6 +414,10 @@ class ModernAttention(CausalSelfAttention):
         super().__init__(args)
         for linear in self.c_q, self.c_k, self.c_v:
             init_uniform(linear)
+        if layer == args.n_layer - 1:
+            # A query then matches the keys that follow earlier copies of its token, so the layer
+            # need not learn this first. Similar: https://arxiv.org/abs/2305.09828.
+            self.c_k.load_state_dict(self.c_q.state_dict())
         roles = LayerRoles(args.n_layer)
         self.offset_keys = layer in roles.long
         frequencies = self.rotary_frequencies(args.n_embd // args.n_head)

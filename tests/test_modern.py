@@ -53,6 +53,7 @@ def make_model(dtype="float32", **changes):
                 nn.init.normal_(p, std=0.3)
             elif "c_proj" in name:
                 nn.init.normal_(p, std=0.1)
+        nn.init.normal_(model.h[-1].attn.c_k.weight, std=0.1)  # at first, it equals that of c_q
     return model, args
 
 
@@ -252,7 +253,7 @@ def first_departure(history, module, n_layer, length):
         training.update()
         # Rounding of bfloat16 updates alone makes differences of up to 7e-5 and 3e-3.
         changes = [(p - q).norm() / q.norm() for p, q in zip(ours, plain.parameters())]
-        if abs(loss.item() - our_loss) > 2e-4 or max(changes) > 2e-2:
+        if abs(loss.item() - our_loss) > 1e-4 or max(changes) > 2e-2:
             return step
     return None
 
@@ -370,6 +371,24 @@ def test_new_weights_have_the_distributions_of_the_public_records():
     assert torch.equal(weights, torch.tensor([1.0, 0.0, 0.3]).expand(11, 3))
     assert model.backout_weight == 0.5
     assert model.skip_weight.item() == pytest.approx(1 / (1 + math.exp(1.5)), abs=0.003)
+
+
+def test_at_first_the_last_layer_finds_the_token_after_an_earlier_copy(monkeypatch):
+    args = Hyperparameters(model="modern", n_layer=2, n_head=1, n_embd=128, vocab_size=512)
+    torch.manual_seed(0)
+    model = build_model(args, torch.float32)
+    best_keys = []
+
+    def attend(q, k, v, mask):
+        scores = (q @ k.transpose(-2, -1))[0, 0].tril(-1)  # of earlier tokens
+        best_keys.append(scores.argmax(1))
+        return v
+
+    monkeypatch.setattr(train_gpt2, "attend", attend)
+    model(torch.randperm(512)[:64].repeat(2)[None])
+    copies = torch.arange(65, 128)  # without the first, because the first key is not offset
+    found = [(keys[copies] == copies - 64 + 1).float().mean() for keys in best_keys]
+    assert found[0] < 0.1 and found[1] > 0.9
 
 
 @pytest.mark.parametrize("preset", ["modern", "modern_24gb"])
