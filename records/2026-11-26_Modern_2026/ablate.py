@@ -52,8 +52,10 @@ def remove(part, model):
     elif part == "saved input":
         for block in model.h:
             block.forward = without_saved_input(block.forward)
-    elif part == "skip" and model.roles.skip_to is not None:
+    elif part == "skip":
         fix(model.skip_weight, ..., 0.0)
+    elif part == "equal weights of queries and keys":
+        train_gpt2.init_uniform(model.h[-1].attn.c_k)
 
 
 def without_saved_input(forward):
@@ -73,14 +75,16 @@ def change_optimizers(part, optimizers):
 
 
 def main(part, argv):
-    if part == "value embeddings":
 
-        class LayerRoles(train_gpt2.LayerRoles):
-            def __init__(self, n):
-                super().__init__(n)
+    class LayerRoles(train_gpt2.LayerRoles):
+        def __init__(self, n):
+            super().__init__(n)
+            if part == "value embeddings":
                 self.values = set()
+            if part == "skip and layer without attention":
+                self.skip_to = None
 
-        train_gpt2.LayerRoles = LayerRoles
+    train_gpt2.LayerRoles = LayerRoles
     build_model, build_optimizers = train_gpt2.build_model, train_gpt2.build_optimizers
 
     def build_changed_model(*arguments):
