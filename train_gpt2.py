@@ -167,7 +167,7 @@ PRESETS = {
             vocab_size=257, n_layer=2, n_head=1, n_embd=128,
             model="modern", ngram_rows=2**18, max_ngram=6,
             batch_size=8, sequence_length=512, shuffle=True,
-            num_iterations=32, warmdown_fraction=0.5, final_lr=0.3,
+            num_iterations=34, warmdown_fraction=0.5, final_lr=0.3,
             learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.2,
             muon_learning_rate=0.005, muon_momentum=0.85,
             val_loss_every=0, val_tokens=822 * 512, target_val_loss=1.32,
