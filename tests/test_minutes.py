@@ -14,12 +14,13 @@ from minutes import MAX_EPOCHS, SIZES, Rule, arguments
 from train_gpt2 import parse_args
 
 
-@pytest.mark.parametrize("preset", ["cpu", "text"])
-def test_the_rates_of_both_presets_lie_on_the_rule(preset):
-    args = parse_args([f"--preset={preset}"])
-    for name in minutes.RATES:
-        rate = minutes.learning_rate(name, args.num_iterations, args.n_embd)
-        assert rate == pytest.approx(getattr(args, name))
+@pytest.mark.parametrize("name", minutes.RATES)
+def test_the_rule_gives_the_tuned_rates(name):
+    tuned = minutes.learning_rate(name, 64, 128), minutes.learning_rate(name, 1040, 128)
+    assert tuned == minutes.RATES[name]
+    assert minutes.learning_rate(name, 30, 128) == tuned[0]
+    assert tuned[0] > minutes.learning_rate(name, 300, 128) > tuned[1]
+    assert tuned[1] == getattr(parse_args(["--preset=text"]), name)
 
 
 def parameters(arguments):
