@@ -164,13 +164,15 @@ PRESETS = {
             device="cpu", compile=False,  # compiling takes longer than the training
             train_files="data/torch_sources/train_*.bin",
             val_files="data/torch_sources/val_*.bin",
-            vocab_size=257, n_layer=2, n_head=1, n_embd=128,
+            vocab_size=257,  # bytes, and a token that begins a document
+            n_layer=2, n_head=1, n_embd=128,
             model="modern", ngram_rows=2**18, max_ngram=6,
             batch_size=8, sequence_length=512, shuffle=True,
             num_iterations=34, warmdown_fraction=0.5, final_lr=0.3,
             learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.2,
             muon_learning_rate=0.005, muon_momentum=0.85,
-            val_loss_every=0, val_tokens=822 * 512, target_val_loss=1.32,
+            val_loss_every=0, val_tokens=822 * 512,  # nearly all
+            target_val_loss=1.32,
         ),
     ),
     "text": (
@@ -407,7 +409,8 @@ class ModernAttention(CausalSelfAttention):
 
     LayerRoles says which layers add a learned embedding of the token to each value, and which have
     offset keys: each key takes its unrotated channels from the previous token's key, even across a
-    document boundary. A query can then find the token that followed an earlier copy of its own.
+    document boundary. A query can then find the token that followed an earlier copy of its token.
+    In the last layer, queries and keys have equal weights at first, so it can do so from the start.
     """
 
     def __init__(self, args, layer, dtype):
@@ -415,9 +418,7 @@ class ModernAttention(CausalSelfAttention):
         for linear in self.c_q, self.c_k, self.c_v:
             init_uniform(linear)
         if layer == args.n_layer - 1:
-            # A query then matches the keys that follow earlier copies of its token, so the layer
-            # need not learn this first. Similar: https://arxiv.org/abs/2305.09828.
-            self.c_k.load_state_dict(self.c_q.state_dict())
+            self.c_k.load_state_dict(self.c_q.state_dict())  # similar: arxiv.org/abs/2305.09828
         roles = LayerRoles(args.n_layer)
         self.offset_keys = layer in roles.long
         frequencies = self.rotary_frequencies(args.n_embd // args.n_head)
@@ -1623,12 +1624,11 @@ def compile_model(run):
         from torch._inductor.decomposition import decompositions
         from torch._inductor.lowering import make_fallback
 
-        # PyTorch's own kernel for gradients of embeddings sums in a fixed order and, as planned
-        # for GPUs, is faster than the compiler's.
+        # PyTorch's own kernel for gradients of embeddings sums in a fixed order and, as planned by
+        # records/tools/plan.py, is faster than the compiler's, which would decompose the operation.
         embedding_gradient = torch.ops.aten.embedding_dense_backward.default
         decompositions.pop(embedding_gradient, None)
-        # With warn=True, this raises an error where the environment variable CI is set.
-        make_fallback(embedding_gradient, warn=False)
+        make_fallback(embedding_gradient, warn=False)  # True: an error if CI=1 is set
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
