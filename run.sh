@@ -2,7 +2,7 @@
 # bash run.sh [--name=value ...]     train the record for this machine. With GPUs, it is GPT-2 124M
 #     on FineWeb (loss 3.2755 after 12.0 minutes on 8xH100, according to the public log). run.sh asks
 #     before it downloads the shards that the run needs, up to 5.6 GB, unless --yes is given. Without
-#     GPUs, it is a model of Python sources with 0.5M parameters and an n-gram table (loss 1.2968).
+#     GPUs, it is a model of Python sources, mostly a table of n-grams (loss 1.2968).
 # bash run.sh --preset=text          train on your own text, which `bash run.sh pack` prepares
 # bash run.sh repeat N [--name=value ...]  train with N seeds and print the mean loss
 # bash run.sh test [...]             run the test suite, or pytest with these arguments
@@ -186,7 +186,7 @@ train_gpt2.cli(['--preset=cpu', f'--run_id={run_id}'])
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 if Path('logs', run_id, 'model.pt').exists():
     import sample
-    sample.main(['def ', '--tokens=200', f'--weights=logs/{run_id}'])" \
+    sample.main(['def ', '--tokens=200', '--seed=1', f'--weights=logs/{run_id}'])" \
         "$root" "$root/records/tools" ;;
 *) exec "$python" "$tool" "${@:2}" ;;
 esac
