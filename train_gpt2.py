@@ -171,7 +171,7 @@ PRESETS = {
             num_iterations=34, warmdown_fraction=0.5, final_lr=0.3,
             learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.2,
             muon_learning_rate=0.005, muon_momentum=0.85,
-            val_loss_every=0, val_tokens=822 * 512,  # nearly all
+            val_loss_every=0, val_tokens=822 * 512,  # all complete sequences
             target_val_loss=1.32,
         ),
     ),
@@ -1628,7 +1628,7 @@ def compile_model(run):
         # records/tools/plan.py, is faster than the compiler's, which would decompose the operation.
         embedding_gradient = torch.ops.aten.embedding_dense_backward.default
         decompositions.pop(embedding_gradient, None)
-        make_fallback(embedding_gradient, warn=False)  # True: an error if CI=1 is set
+        make_fallback(embedding_gradient, warn=False)  # with warn=True, an error if CI=1 is set
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
