@@ -24,7 +24,6 @@ import fcntl
 import functools
 import glob
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -633,80 +632,107 @@ def build_model(args, dtype):
 
 
 # ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist --
+# The coefficients (a, b, c) of each Newton-Schulz iteration. Edit them to try others, at least 3.
+NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
+
+
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
-    """Orthogonalize G = U S V^T with five Newton-Schulz iterations: return approximately U V^T.
+    """Orthogonalize G = U S V^T by Newton-Schulz iterations: return approximately U V^T.
 
     G: (M, N) or (K, M, N), of any float dtype; it is not modified. dtype: dtype of the matmuls.
     Returns bfloat16, because Muon sends it to other ranks. For norms below 1e-6, the result's
     singular values fall short of 1. Raises ValueError if G is not 2-D or 3-D.
     Source: https://kellerjordan.github.io/posts/muon/
-
-    With R = X X^T and Z = b R + c R^2, an iteration replaces X by (a I + Z) X. It maps each
-    singular value s to a s + b s^3 + c s^5, which quickly raises small ones; after five iterations,
-    all but the smallest lie between 0.7 and 1.2.
-
-    The next R is (a I + Z) R (a I + Z). For matrices that are at least twice as long as wide, it is
-    therefore cheaper to iterate on the small R alone, accumulate the factors in Q, and multiply X
-    only once, by Q. In bfloat16, R drifts away from X X^T, so after two iterations it is computed
-    anew from Q X. This is Gram Newton-Schulz: https://dao-lab.ai/blog/2026/gram-newton-schulz
     """
     if G.ndim not in (2, 3):
         raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix or a stack of matrices")
-    a, b, c = 3.4445, -4.7750, 2.0315
-    addmm = torch.addmm if G.ndim == 2 else torch.baddbmm  # addmm(C, A, B) = beta C + alpha A B
-    tall = G.size(-2) > G.size(-1)
     # float64, because squaring 1e30 overflows float32; MPS lacks it.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
     # Two reductions are faster than one over the whole matrix.
-    row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=norm_dtype)
-    frobenius_norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
-    X = (G.float() / (frobenius_norm + 1e-7).float()).to(dtype)
-    X = X.mT if tall else X  # (m, n) with m <= n, or a stack
+    row_norms = torch.linalg.vector_norm(G, dim=-1, dtype=norm_dtype)
+    norms = (torch.linalg.vector_norm(row_norms, dim=-1) + 1e-7).float()  # () or (K,)
+    if G.ndim == 3:
+        norms = norms[:, None, None]
+    # A 0-D norm does not convert bfloat16 to float32, so dividing by it is faster.
+    X = (G.to(torch.promote_types(G.dtype, dtype)) / norms).to(dtype)
+    is_tall = G.size(-2) > G.size(-1)
+    X = X.mT if is_tall else X  # (m, n) with m <= n, or a stack
     m, n = X.shape[-2:]
-    if n < 2 * m:
-        for _ in range(5):
-            R = X @ X.mT
-            Z = addmm(R, R, R, beta=b, alpha=c)  # b R + c R^2
-            X = addmm(X, Z, X, beta=a)  # (a I + Z) X
-    else:
-        identity = torch.eye(m, dtype=dtype, device=G.device)
-        for iterations in (2, 3):  # R is computed anew after two of the five iterations
-            R = X @ X.mT
+    X = newton_schulz(X) if n < 2 * m else gram_newton_schulz(X)
+    return (X.mT if is_tall else X).bfloat16()
+
+
+def newton_schulz(X):
+    """Iterate on X, (m, n) or (K, m, n) with m <= n.
+
+    With R = X X^T and Z = b R + c R^2, an iteration replaces X by (a I + Z) X. It maps each
+    singular value s to a s + b s^3 + c s^5, which quickly raises small ones. After five iterations,
+    all but the smallest lie between 0.7 and 1.2.
+    """
+    mm, addmm = (torch.mm, torch.addmm) if X.ndim == 2 else (torch.bmm, torch.baddbmm)
+    for a, b, c in NEWTON_SCHULZ:
+        R = mm(X, X.mT)
+        Z = addmm(R, R, R, beta=b, alpha=c)  # addmm(C, A, B) is beta C + alpha A B
+        X = addmm(X, Z, X, beta=a)  # (a I + Z) X
+    return X
+
+
+def gram_newton_schulz(X):
+    """Return the result of newton_schulz, faster if X is at least twice as long as wide.
+
+    The next R is (a I + Z) R (a I + Z). It is therefore enough to iterate on the small matrix R, to
+    accumulate the factors a I + Z in Q, and to multiply X only once, by Q. In bfloat16, R drifts
+    away from X X^T, so after two iterations, X is multiplied and R is computed anew.
+    Source: https://dao-lab.ai/blog/2026/gram-newton-schulz
+    """
+    mm, addmm = (torch.mm, torch.addmm) if X.ndim == 2 else (torch.bmm, torch.baddbmm)
+    identity = torch.eye(X.size(-2), dtype=X.dtype, device=X.device)
+    for (a, b, c), *others in NEWTON_SCHULZ[:2], NEWTON_SCHULZ[2:]:
+        R = mm(X, X.mT)
+        Z = addmm(R, R, R, beta=b, alpha=c)
+        Q = Z + a * identity
+        for next_a, b, c in others:
+            R = addmm(R, R, Z, beta=a)  # R (a I + Z)
+            R = addmm(R, Z, R, beta=a)  # (a I + Z) R (a I + Z)
             Z = addmm(R, R, R, beta=b, alpha=c)
-            Q = Z + a * identity
-            for _ in range(iterations - 1):
-                R = addmm(R, R, Z, beta=a)  # R (a I + Z)
-                R = addmm(R, Z, R, beta=a)  # (a I + Z) R (a I + Z)
-                Z = addmm(R, R, R, beta=b, alpha=c)
-                Q = addmm(Q, Z, Q, beta=a)  # (a I + Z) Q
-            X = Q @ X
-    return (X.mT if tall else X).bfloat16()
+            Q = addmm(Q, Z, Q, beta=next_a)  # (a I + Z) Q, with the next a
+            a = next_a
+        X = mm(Q, X)
+    return X
 
 
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz: replaces Nesterov momentum U S V^T with U V^T.
 
-    Every direction in weight space is learned at the same rate. Each matrix belongs to one rank,
-    which alone keeps its momentum and computes its update. All ranks apply the update. Small
-    matrices of the same shape are processed together (see stacks_of).
+    Every direction in weight space is learned at the same rate. Leave embeddings, the output head
+    and all parameters that are not matrices to another optimizer, such as AdamW.
 
-    params: 2-D matrices, or 4-D convolution kernels, which are flattened to (M, N). The gradients
-      must already be summed or averaged over the ranks. A parameter that has no gradient on the
-      rank that owns it is not updated.
+    params: 2-D matrices, or 4-D convolution kernels, which are flattened to (M, N).
     lr: RMS change of an entry per step.
+    momentum: decay of the moving average of gradients.
+    weight_decay: each step shrinks the entries that it updates by lr * weight_decay.
+    rank, world_size: this process's rank in process_group (None: the default group), and its size.
+    dtype: dtype of the matmuls, torch.bfloat16 or torch.float32.
     beta2: decay of NorMuon's moving averages, which even out the sizes of an update's rows
       (columns, if M < N). 0 disables NorMuon. Source: https://arxiv.org/abs/2510.05491
-    cautious: whether only entries that the update moves towards zero decay.
-    rank, world_size: this process's rank in process_group, and the size of that group.
-    process_group: None for PyTorch's default group.
-    dtype: dtype of the matmuls; float16 is more precise than bfloat16, but slow on CPUs.
+    cautious: shrink only entries that the update moves towards zero.
     Raises ValueError if a parameter or a value is invalid.
 
-    Updates are scaled by sqrt(max(M, N)). To convert from torch.optim.Muon:
+    Several ranks: gradients must already be summed or averaged over the ranks, and a parameter
+    needs a gradient on all ranks or on none. One rank orthogonalizes each matrix and sends the
+    update to the others. Parameters may be DTensors with any placements, as after fully_shard;
+    these need neither rank nor world_size. Create Muon after fully_shard replaced the parameters.
 
-        adjust_lr_fn         lr here          weight_decay here
-        "match_rms_adamw"    0.2 * lr         weight_decay / 0.2
-        "original"           lr / sqrt(N)     weight_decay * sqrt(N), one param group per N
+    Checkpoints: the state of a parameter is placed like the parameter. So the state_dict() of any
+    rank is complete, except for DTensors, whose state torch.distributed.checkpoint saves.
+
+    Updates are scaled by sqrt(max(M, N)). From other optimizers, convert:
+
+                                                 lr             weight_decay
+        AdamW, or match_rms_adamw of torch's     0.2 * lr       weight_decay / 0.2
+        torch's by default, Keller Jordan's      lr / sqrt(N)   weight_decay * sqrt(N)
+
+    With N = 768, his lr of 0.02 becomes 0.0007. Use one param group for each N.
     """
 
     def __init__(
@@ -724,151 +750,146 @@ class Muon(torch.optim.Optimizer):
     ):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be between 0 and world_size - 1 = {world_size - 1}")
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype={dtype} must be torch.bfloat16 or torch.float32")
         self.rank = rank
         self.world_size = world_size
         self.process_group = process_group
         self.dtype = dtype
-        self.owner = {}  # the rank that owns each parameter
-        self.rank_costs = [0] * world_size  # cost of the matrices of each rank
-        # This calls add_param_group, which fills owner and rank_costs.
         defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(params, defaults | dict(beta2=beta2, cautious=cautious))
 
     def add_param_group(self, param_group):
-        """Add a group; assign its stacks of matrices, largest first, to the least loaded ranks."""
+        """Add a group, as torch.optim.Optimizer does. Raises ValueError if it is invalid."""
         super().add_param_group(param_group)
-        try:
-            check_muon_group(param_group)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        for stack in stacks_of(param_group["params"]):
-            owner = self.rank_costs.index(min(self.rank_costs))
-            for p in stack:
-                self.owner[p] = owner
-                self.rank_costs[owner] += matrix_cost(p)
+        check_muon_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure=None, gradient_sums=None):
-        """Collective: update all parameters in place; return the closure's loss, if given.
-
-        gradient_sums: {parameter: work}, if all-reduces of the gradients may still be running. Each
-        is waited for only when its gradient is needed, so it overlaps with the updates before it.
-        """
-        gradient_sums = gradient_sums or {}
+    def step(self, closure=None):
+        """Collective: update all parameters in place; return the closure's loss, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        rank_costs = [0] * self.world_size  # cost of the matrices that each rank orthogonalizes
         for group in self.param_groups:
             check_muon_group(group)  # a schedule may have changed it
-            stacks = stacks_of(group["params"])  # the same as in add_param_group
-            # Neighbouring stacks usually belong to different ranks, so the ranks compute a bucket
-            # of them in parallel. Its all-reduce runs while they compute the next one.
-            pending = []
-            for first in range(0, len(stacks), self.world_size):
-                bucket = stacks[first : first + self.world_size]
-                for p in [p for stack in bucket for p in stack]:
-                    if p in gradient_sums:
-                        gradient_sums[p].wait()
-                pending.append(self.start_updates(bucket, group))
-            for updates in pending:
-                self.finish_updates(updates, group)
+            for p in group["params"]:
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                if group["beta2"] and "row_squares" not in state:
+                    M, N = matrix_shape(p)
+                    state["row_squares"] = p.new_zeros((M, 1) if M >= N else (1, N))
+            self.update_whole(group, rank_costs)
+            self.update_dtensors(group)
         return loss
 
-    def start_updates(self, stacks, group):
+    def update_whole(self, group, rank_costs):
+        """Collective: update the parameters of a group that every rank holds as a whole."""
+        stacks = stacks_of([p for p in group["params"] if not is_dtensor(p)])
+        # The stacks of a bucket usually go to different ranks, which compute them in parallel. Its
+        # all-reduce runs while they compute the next ones.
+        buckets = [stacks[i : i + self.world_size] for i in range(0, len(stacks), self.world_size)]
+        started = [self.start_updates(bucket, group, rank_costs) for bucket in buckets]
+        for updates, work in started:
+            if work is not None:
+                work.wait()
+            for p, update in updates.items():
+                if group["beta2"]:
+                    normalize_rows(update, self.state[p]["row_squares"], group["beta2"])
+                self.apply_update(p, update.view(p.shape), group)
+
+    def start_updates(self, stacks, group, rank_costs):
         """Compute this rank's updates of some stacks and start sending them to all ranks.
 
-        Return (stacks, slots, work). slots: a bfloat16 tensor per stack, valid once work is done.
+        Return (updates, work). updates: {parameter: its update, (M, N) bfloat16}, valid once work
+        is done. The update of a parameter without a gradient is 0.
         """
-        sizes = [sum(p.numel() for p in stack) for stack in stacks]
-        buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=stacks[0][0].device)
-        slots = buffer.split(sizes)  # slots of other ranks stay 0, so the sum over ranks is exact
-        for stack, slot in zip(stacks, slots):
-            if self.owner[stack[0]] == self.rank:
-                self.write_updates(stack, slot, group)
+        params = [p for stack in stacks for p in stack]
+        sizes = [p.numel() for p in params]
+        buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
+        # The slots of other ranks stay 0, so the sum over ranks is exact.
+        updates = {p: slot.view(matrix_shape(p)) for p, slot in zip(params, buffer.split(sizes))}
+        for stack in stacks:
+            owner = rank_costs.index(min(rank_costs))
+            rank_costs[owner] += len(stack) * matrix_cost(stack[0])
+            stack = [p for p in stack if p.grad is not None]
+            for p in stack:
+                self.update_momentum(p, group)
+            if owner == self.rank and stack:
+                self.write_updates(stack, updates, group)
         work = None
         if self.world_size > 1:
             work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
-        return stacks, slots, work
+        return updates, work
 
-    def write_updates(self, stack, slot, group):
-        """Update the momenta of a stack, and write its orthogonalized directions into its slot.
-
-        The updates of parameters without gradients stay 0.
-        """
-        pairs = [pair for pair in zip(stack, slot.chunk(len(stack))) if pair[0].grad is not None]
-        if not pairs:
-            return
-        M, N = stack[0].flatten(1).shape
-        mu = group["momentum"]
-        directions = torch.empty(len(pairs), M, N, dtype=self.dtype, device=slot.device)
-        for (p, _), direction in zip(pairs, directions):
-            if p not in self.state:
-                self.state[p].update(new_muon_state(p, group))
-            buffer = self.state[p]["momentum_buffer"]
-            buffer.lerp_(p.grad, 1 - mu)  # a moving average of gradients
-            # Nesterov momentum is lerp(gradient, buffer, mu). It is divided by mu, because its
-            # scale does not matter and torch.add, unlike torch.lerp, can write into another dtype.
-            weight = (1 - mu) / mu if mu else 0.0
-            torch.add(buffer, p.grad, alpha=weight, out=direction.view_as(p))
-        if len(pairs) == 1:
+    def write_updates(self, stack, updates, group):
+        """Write the orthogonalized directions of a stack into updates."""
+        shape = len(stack), *matrix_shape(stack[0])
+        directions = torch.empty(shape, dtype=self.dtype, device=stack[0].device)
+        for p, direction in zip(stack, directions):
+            direction.copy_(self.direction(p, group).flatten(1))
+        if len(stack) == 1:
             directions = directions[0]  # (M, N): a plain matmul is faster than a batched one
         results = zeropower_via_newtonschulz5(directions, self.dtype)
-        for (p, update), result in zip(pairs, results.reshape(len(pairs), M, N)):
-            if group["beta2"]:
-                equalize_rows(result, self.state[p]["row_squares"], group["beta2"])
-            update.copy_(result.flatten())
+        for p, result in zip(stack, results.reshape(shape)):
+            updates[p].copy_(result)
 
-    def finish_updates(self, updates, group):
-        """Wait for what start_updates returned and apply it to the parameters."""
-        stacks, slots, work = updates
-        if work is not None:
-            work.wait()
-        for stack, slot in zip(stacks, slots):
-            for p, update in zip(stack, slot.chunk(len(stack))):
-                update = update.view_as(p)
-                if group["weight_decay"]:
-                    # Without a gradient on its owner, an update is 0, and nothing decays.
-                    decays = p * update > 0 if group["cautious"] else update.any()
-                    p.mul_(1 - group["lr"] * group["weight_decay"] * decays)
-                scale = max(p.flatten(1).shape) ** 0.5  # gives the update an RMS of 1
-                p.add_(update, alpha=-group["lr"] * scale)
+    def update_dtensors(self, group):
+        """Collective: update the DTensors of a group.
+
+        The ranks of a mesh take turns: each receives one whole matrix of a stack, orthogonalizes it
+        and sends the shards of the update back.
+        """
+        params = [p for p in group["params"] if is_dtensor(p) and p.grad is not None]
+        for stack in stacks_of(params):
+            for p in stack:
+                self.update_momentum(p, group)
+            directions = torch.stack([self.direction(p, group).to(self.dtype) for p in stack])
+            # One matrix, or none, on each rank. Whoever has DTensors has imported dist.tensor.
+            turns = [dist.tensor.Shard(0)] * directions.device_mesh.ndim
+            whole = directions.redistribute(placements=turns)
+            updates = torch.empty_like(whole, dtype=torch.bfloat16)
+            for direction, update in zip(whole.to_local(), updates.to_local()):
+                result = zeropower_via_newtonschulz5(direction.flatten(1), self.dtype)
+                update.copy_(result.view(update.shape))
+            if group["beta2"]:
+                rows = torch.stack([self.state[p]["row_squares"] for p in stack])
+                averages = rows.redistribute(placements=turns)
+                for update, average in zip(updates.to_local(), averages.to_local()):
+                    normalize_rows(update.flatten(1), average, group["beta2"])
+                for p, average in zip(stack, averages.redistribute(placements=rows.placements)):
+                    self.state[p]["row_squares"].copy_(average)
+            for p, update in zip(stack, updates.redistribute(placements=directions.placements)):
+                self.apply_update(p, update, group)
+
+    def update_momentum(self, p, group):
+        """Add the gradient of p to its momentum, a moving average of gradients."""
+        self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+
+    def direction(self, p, group):
+        """Return the Nesterov momentum of p, which looks one step ahead. It is placed like p."""
+        return torch.lerp(p.grad, self.state[p]["momentum_buffer"], group["momentum"])
+
+    def apply_update(self, p, update, group):
+        """Move p by an update of its shape and placement, and let it decay."""
+        if group["weight_decay"]:
+            # Where the update is 0, for example without a gradient, nothing decays.
+            decays = p * update > 0 if group["cautious"] else update != 0
+            p.mul_(torch.where(decays, 1 - group["lr"] * group["weight_decay"], 1.0))
+        scale = max(matrix_shape(p)) ** 0.5  # gives the update an RMS of 1
+        p.add_(update, alpha=-group["lr"] * scale)
 
     def load_state_dict(self, state_dict):
-        """Load this rank's state_dict, or this rank's part of a full one.
-
-        Raises ValueError if it belongs to another optimizer, such as torch.optim.Muon.
-        """
-        for group in state_dict["param_groups"]:
-            if not self.defaults.keys() <= group.keys():  # of another optimizer
-                raise ValueError("the state is not Muon's: load one from Muon's full_state_dict()")
+        """Load a state_dict. Raises ValueError if it belongs to another type of optimizer."""
+        if not all({"beta2", "cautious"} <= group.keys() for group in state_dict["param_groups"]):
+            raise ValueError("the state is not Muon's: load one that this class has saved")
         super().load_state_dict(state_dict)
-        for p, owner in self.owner.items():
-            if owner != self.rank:
-                self.state.pop(p, None)
-
-    def full_state_dict(self):
-        """Collective: return state_dict() with the states of all ranks, for a checkpoint.
-
-        state_dict() itself holds only the states of this rank.
-        """
-        full = self.state_dict()
-        pairs = [(p, group) for group in self.param_groups for p in group["params"]]
-        for i, (p, group) in enumerate(pairs):
-            full["state"][i] = new_muon_state(p, group)
-            for name, tensor in full["state"][i].items():
-                if p in self.state:
-                    tensor.copy_(self.state[p][name])
-                if self.world_size > 1:
-                    world = self.process_group or dist.group.WORLD
-                    owner = dist.get_global_rank(world, self.owner[p])
-                    dist.broadcast(tensor, src=owner, group=self.process_group)
-        return full
 
     def __getstate__(self):
         """Return what pickle and copy.deepcopy need, including the attributes of this class."""
-        own = ("rank", "world_size", "process_group", "dtype", "owner", "rank_costs")
+        own = ("rank", "world_size", "process_group", "dtype")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
 
@@ -878,67 +899,63 @@ def check_muon_group(group):
         if p.ndim not in (2, 4):
             fix = "split stacks into matrices, and give other parameters to AdamW"
             raise ValueError(f"Muon takes 2-D and 4-D parameters, not {tuple(p.shape)}: {fix}")
+        if p.device != group["params"][0].device:
+            raise ValueError(f"a param group is on {p.device} and another device: use one for each")
+        if is_dtensor(p) and p.device_mesh.get_coordinate() is None:
+            raise ValueError(f"a DTensor's mesh, {p.device_mesh}, lacks this rank: leave it out")
     lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
-    if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0):
-        raise ValueError(f"{lr=}, {momentum=}, {weight_decay=} must be >= 0, and momentum < 1")
-    if not 0 <= group["beta2"] < 1:
-        raise ValueError(f"beta2={group['beta2']} must be >= 0 and < 1")
+    beta2 = group["beta2"]
+    if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0 and 0 <= beta2 < 1):
+        values = f"{lr=}, {momentum=}, {weight_decay=}, {beta2=}"
+        raise ValueError(f"{values} must be >= 0, and momentum and beta2 < 1")
 
 
-def new_muon_state(p, group):
-    """Return the state of a parameter before its first step, as a dict of tensors."""
-    state = dict(momentum_buffer=torch.zeros_like(p))
-    if group["beta2"]:
-        M, N = p.flatten(1).shape
-        shape = (M, 1) if M >= N else (1, N)
-        state["row_squares"] = torch.zeros(shape, dtype=p.dtype, device=p.device)
-    return state
+def is_dtensor(p):
+    """Return whether p is a DTensor. Importing its class would take a second."""
+    return hasattr(p, "placements")
 
 
-def equalize_rows(update, average, beta2):
-    """Divide the rows of an update by moving averages of their sizes, and keep its norm.
+def matrix_shape(p):
+    """Return (M, N), the shape of a parameter as a matrix."""
+    return p.size(0), p.shape[1:].numel()
+
+
+def matrix_cost(p):
+    """Return the cost of orthogonalizing a matrix relative to others, within 25%."""
+    m, n = sorted(matrix_shape(p))
+    return m * m * (2 * m + n)  # products of (m, m) and of (m, n) matrices
+
+
+def normalize_rows(update, average, beta2):
+    """Divide the rows of an update by moving averages of their sizes; keep its norm (NorMuon).
 
     update: (M, N), changed in place. average: moving average of each row's mean square, (M, 1), or
-    of each column's, (1, N), if M < N; updated in place. Source: NorMuon (see Muon).
+    of each column's, (1, N), if M < N; updated in place, unless the update is 0.
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
-    average.lerp_(squares.type_as(average), 1 - beta2)
+    average.lerp_(squares.type_as(average), (1 - beta2) * squares.any())
     scale = average.float().clamp(min=1e-10).rsqrt()
     norm_ratio = (squares.sum() / (squares * scale.square()).sum().clamp(min=1e-20)).sqrt()
     update.mul_(scale * norm_ratio)
 
 
-def matrix_cost(p):
-    """Return the number of multiplications that zeropower_via_newtonschulz5 needs for a matrix."""
-    m, n = sorted(p.flatten(1).shape)
-    if n < 2 * m:  # five iterations with three products each: R, Z and X
-        return 5 * m * m * (n + m + n)
-    # Two products for R and two for X, of n columns; of m: five for Z, six for R, three for Q.
-    return m * m * (4 * n + 14 * m)
-
-
 def stacks_of(params):
-    """Split params into stacks, sorted by the cost of one matrix, the most expensive first.
+    """Split params into stacks of one shape, sorted by the cost of a matrix, the largest first.
 
-    Up to eight matrices of the same shape, with at most 2**20 entries together, form a stack and
-    share batched matmuls. Stacks must not depend on the number of ranks, because the size of a
-    batched matmul can change the last bits of its result.
+    The matrices of a stack share batched matmuls: up to eight, with at most 2**20 entries together.
+    The number of ranks must not matter, because the size of a batched matmul can change the last
+    bits of its result. A stack of DTensors has up to one matrix for each rank of their mesh.
     """
-    stacks = []
-    # Sorting by shape, too, makes matrices of one shape neighbours, in the order of params.
+    alike = {}
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
-        max_matrices = max(1, min(8, 2**20 // max(1, p.numel())))
-        if stacks and stacks[-1][0].shape == p.shape and len(stacks[-1]) < max_matrices:
-            stacks[-1].append(p)
-        else:
-            stacks.append([p])
+        placement = (p.device_mesh, p.placements) if is_dtensor(p) else None
+        alike.setdefault((p.shape, placement), []).append(p)
+    stacks = []
+    for (shape, placement), members in alike.items():
+        size = placement[0].size() if placement else max(1, min(8, 2**20 // max(1, shape.numel())))
+        stacks += [members[i : i + size] for i in range(0, len(members), size)]
     return stacks
-
-
-def params_of(optimizer):
-    """Return the parameters of all groups, in the order in which state_dict numbers them."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 # ---- Data: shards of tokens, read as one stream --------------------------------------------------
@@ -1079,6 +1096,11 @@ def inputs_and_targets(sequences, device):
 
 
 # ---- Training: schedule, optimizers, one step, one validation, the loop --------------------------
+def params_of(optimizer):
+    """Return the parameters of all groups, in the order in which state_dict numbers them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def lr_scale_at(step, args):
     """Return the factor of all learning rates: 1, then a linear decay to final_lr."""
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
@@ -1199,40 +1221,26 @@ def train_step(run, inputs, targets):
     # The other optimizers run every adamw_every steps. Until then, their gradients add up.
     all_are_due = (run.step + 1) % run.args.adamw_every == 0
     due = [o for o in run.optimizers if isinstance(o, Muon) or all_are_due]
-    sums = start_gradient_sums(due)
+    sum_gradients(due)
     for optimizer in due:
-        if isinstance(optimizer, Muon):
-            optimizer.step(gradient_sums=sums)
-        else:
-            for work in sums.values():
-                work.wait()
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
     must_stop = torch.full_like(loss, run.stop.requested)  # filled on the device, without a copy
     return sum_over_ranks(torch.stack([loss, must_stop]))
 
 
-def start_gradient_sums(optimizers):
-    """Collective: start to sum all gradients over the ranks, in place; sparse ones become dense.
-
-    Return {parameter: work}, empty for a single process. After work.wait(), a gradient is the sum.
-    There is one all-reduce per shape. The largest matrices, with which Muon begins, come first.
-    """
-    works = {}
+def sum_gradients(optimizers):
+    """Collective: sum all gradients over the ranks, in place; sparse ones become dense."""
     if get_world_size() == 1:
-        return works
-    for optimizer in optimizers:
-        params = [p for p in params_of(optimizer) if p.grad is not None]
-        params.sort(key=lambda p: (p.numel(), p.shape), reverse=True)
-        for _, same_shape in itertools.groupby(params, lambda p: (p.shape, p.dtype)):
-            bucket = list(same_shape)
-            # PyTorch has no public function that sums several tensors without copying them.
-            with _coalescing_manager(async_ops=True) as work:
-                for p in bucket:
+        return
+    params = [p for optimizer in optimizers for p in params_of(optimizer) if p.grad is not None]
+    for dtype in dict.fromkeys(p.dtype for p in params):  # each dtype once
+        # PyTorch has no public function that sums several tensors of one dtype at once.
+        with _coalescing_manager():
+            for p in params:
+                if p.dtype == dtype:
                     p.grad = p.grad.to_dense()
                     dist.all_reduce(p.grad)
-            works.update(dict.fromkeys(bucket, work))
-    return works
 
 
 @torch.no_grad()
@@ -1964,10 +1972,7 @@ def save_checkpoint(run):
     Return the path of the checkpoint, or None on rank 0 if it could not be written.
     """
     check_folder(run)  # may change best_loss
-    states = [
-        (o.full_state_dict() if isinstance(o, Muon) else o.state_dict())["state"]
-        for o in run.optimizers
-    ]
+    states = [optimizer.state_dict()["state"] for optimizer in run.optimizers]
     more = dict(optimizers=states, train_seconds=run.log.seconds["train"], best_loss=run.best_loss)
     path = save(run, f"state_step{run.step:010d}.pt", **more)
     if path is not None and get_rank() == 0:

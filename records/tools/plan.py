@@ -219,12 +219,11 @@ class Clock(TorchDispatchMode):
         return work if async_op else work.wait()
 
     @contextlib.contextmanager
-    def coalescing_manager(self, async_ops):
+    def coalescing_manager(self):
         """A replacement for PyTorch's _coalescing_manager."""
         self.coalesced = []
-        work = SimpleNamespace()
-        yield work
-        work.wait = self.start_all_reduce(sum(self.coalesced)).wait
+        yield
+        self.start_all_reduce(sum(self.coalesced)).wait()
         self.coalesced = None
 
     def time_steps(self, run, inputs, targets):

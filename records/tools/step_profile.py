@@ -38,7 +38,7 @@ def parts_of_step(run):
     return [
         (type(run.model), "__call__", "forward"),
         (torch.Tensor, "backward", "backward"),
-        (train_gpt2, "start_gradient_sums", "gradient sums"),
+        (train_gpt2, "sum_gradients", "gradient sums"),
         (dist.Work, "wait", "waits for ranks"),
         (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
         *((optimizer, "step", type(optimizer).__name__) for optimizer in run.optimizers),

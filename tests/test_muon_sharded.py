@@ -1,0 +1,365 @@
+"""Muon on DTensors: bit-identical to Muon without them, on any mesh, and through checkpoints."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import run_ranks
+from test_file import run_examples_of_readme
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from train_gpt2 import Muon
+
+# Each shape once, so that the unsharded Muon batches no matmuls. On 3 or 4 ranks, some shards of
+# the smallest are empty. Two are convolution kernels.
+SHAPES = [(33, 20), (2, 33), (70, 2), (70, 70), (64, 17), (3, 1), (1, 5)]
+SHAPES += [(5, 4, 3, 3), (1, 6, 2, 2)]
+OPTIONS = {
+    "plain": dict(weight_decay=1.0),
+    "NorMuon and cautious decay": dict(weight_decay=1.0, beta2=0.95, cautious=True),
+    "float32 without momentum": dict(momentum=0.0, dtype=torch.float32),
+}
+
+
+def make_mesh(world_size, shape):
+    """Return a mesh of the given shape; its size is world_size."""
+    shape = shape or (world_size,)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+
+
+def placements_on(mesh, kind):
+    """Return the placements of all parameters of a test."""
+    if mesh.ndim == 1:
+        return [{"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}[kind]]
+    first = {"HSDP": Replicate(), "rows and columns": Shard(0)}[kind]
+    return [first, Shard(0) if kind == "HSDP" else Shard(1)]
+
+
+def gradient(p, step, i):
+    """Return the gradient of parameter number i in a step: some are missing, and some are 0."""
+    if (step + i) % 5 == 0 and step > 0:
+        return None
+    generator = torch.Generator().manual_seed(1000 * step + i)
+    return torch.randn(p.shape, generator=generator) * (step != 7)
+
+
+def make_parameters():
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def step_together(plain, plain_muon, sharded, muon, steps):
+    """Take steps with equal gradients; change the learning rate, as a schedule does."""
+    for step in steps:
+        for optimizer in plain_muon, muon:
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        for i, (p, q) in enumerate(zip(plain, sharded)):
+            p.grad = gradient(p, step, i)
+            q.grad = None
+            if p.grad is not None:
+                q.grad = distribute_tensor(p.grad, q.device_mesh, q.placements)
+        plain_muon.step()
+        muon.step()
+
+
+def check_equal(plain, plain_muon, sharded, muon):
+    """Check that parameters and states are equal in every bit, and placed alike."""
+    for p, q in zip(plain, sharded):
+        assert torch.equal(p, q.full_tensor())
+        assert muon.state[q]["momentum_buffer"].placements == q.placements
+        assert muon.state[q].keys() == plain_muon.state[p].keys()
+        for name, value in muon.state[q].items():
+            assert torch.equal(plain_muon.state[p][name], value.full_tensor()), name
+
+
+def train_on_mesh(rank, world_size, shape, kind, options):
+    """Take twelve steps with sharded and with plain parameters, and compare after each six."""
+    mesh = make_mesh(world_size, shape)
+    plain = make_parameters()
+    where = placements_on(mesh, kind)
+    sharded = [nn.Parameter(distribute_tensor(p.detach(), mesh, where)) for p in plain]
+    plain_muon, muon = Muon(plain, 0.01, **options), Muon(sharded, 0.01, **options)
+    step_together(plain, plain_muon, sharded, muon, range(6))
+    check_equal(plain, plain_muon, sharded, muon)
+    other = Muon(sharded, 0.5, **options)
+    other.load_state_dict(copy.deepcopy(muon.state_dict()))
+    step_together(plain, plain_muon, sharded, other, range(6, 12))
+    check_equal(plain, plain_muon, sharded, other)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "world_size, shape, kind",
+    [
+        (2, None, "rows"), (3, None, "rows"), (4, None, "rows"), (3, None, "columns"),
+        (2, None, "replicated"), (4, (2, 2), "HSDP"), (4, (2, 2), "rows and columns"),
+    ],
+)  # fmt: skip
+def test_sharded_parameters_get_the_bits_of_whole_ones(world_size, shape, kind, options, tmp_path):
+    run_ranks(train_on_mesh, world_size, tmp_path / "ranks", shape, kind, options)
+
+
+def steps_of_a_mixed_group(rank, world_size):
+    """Sharded and whole parameters share a group; small matrices of one shape take turns."""
+    mesh = make_mesh(world_size, None)
+    plain = [nn.Parameter(p.detach().clone()) for p in make_parameters()[:4]]
+    plain += [nn.Parameter(torch.full((12, 6), 0.1 * i)) for i in range(5)]
+    mixed = [nn.Parameter(p.detach().clone()) for p in plain]
+    for i in 1, 2, 4, 5, 6, 7, 8:
+        mixed[i] = nn.Parameter(distribute_tensor(plain[i].detach(), mesh, [Shard(0)]))
+    muon = Muon(mixed, 0.01, rank=rank, world_size=world_size, beta2=0.9)
+    plain_muon = Muon(plain, 0.01, beta2=0.9)
+    for step in range(3):
+        for i, (p, q) in enumerate(zip(plain, mixed)):
+            p.grad = gradient(p, 0, 10 * step + i)
+            whole = not hasattr(q, "placements")
+            q.grad = p.grad if whole else distribute_tensor(p.grad, mesh, [Shard(0)])
+        plain_muon.step()
+        muon.step()
+    for i, (p, q) in enumerate(zip(plain, mixed)):
+        q = q.full_tensor() if hasattr(q, "placements") else q
+        if i < 4:
+            assert torch.equal(p, q), i
+        else:  # the unsharded ones share batched matmuls, which round differently
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sharded_and_whole_parameters_may_share_a_group(world_size, tmp_path):
+    run_ranks(steps_of_a_mixed_group, world_size, tmp_path / "ranks")
+
+
+# ---- A transformer, as people train it -----------------------------------------------------------
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(24, 3, 40, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(24, 50)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(mesh=None, policy=None):
+    """Return a transformer, sharded if there is a mesh, and its optimizers."""
+    torch.manual_seed(0)
+    model = Transformer()
+    if mesh is not None:
+        more = {} if policy is None else dict(mp_policy=policy)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **more)
+        fully_shard(model, mesh=mesh, **more)
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not q for q in matrices)]
+    muon = Muon(matrices, lr=0.005, weight_decay=0.1, beta2=0.95, cautious=True)
+    return model, [muon, torch.optim.AdamW(others, lr=0.003)]
+
+
+def batch(accumulate, world_size):
+    """Return the tokens of every step, (accumulate, world_size, 4, 9)."""
+    shape = accumulate, world_size, 4, 9
+    return torch.randint(50, shape, generator=torch.Generator().manual_seed(0))
+
+
+def train_transformer(model, optimizers, steps, rank, world_size, accumulate=2):
+    """Train with accumulated micro-batches and clipped gradients; return the losses."""
+    losses = []
+    for _ in steps:
+        tokens = batch(accumulate, world_size)[:, rank]
+        total = 0.0
+        for i, part in enumerate(tokens):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(i == accumulate - 1)
+            logits = model(part[:, :-1]).float()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+            (loss / accumulate).backward()
+            total += loss.item() / accumulate
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+
+
+def compare_transformers(rank, world_size, shape, mixed):
+    """Train one copy with fully_shard, and one with gradients averaged by all-reduce."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
+    model, optimizers = build(make_mesh(world_size, shape), policy)
+    losses = train_transformer(model, optimizers, range(4), rank, world_size)
+    plain, plain_optimizers = build()
+    plain_losses = []
+    for _ in range(4):
+        for part in batch(2, world_size).flatten(0, 1):
+            logits = plain(part[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+            (loss / (2 * world_size)).backward()
+            plain_losses.append(loss.item())
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        for optimizer in plain_optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    rate = 0.005
+    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
+        difference = (p - full(q)).detach().square().mean().sqrt()
+        assert difference < (0.5 if mixed else 0.05) * rate * 4, name
+    total = torch.tensor(losses)
+    dist.all_reduce(total)
+    expected = torch.tensor(plain_losses).view(4, -1).mean(1)
+    torch.testing.assert_close(total / world_size, expected, rtol=0.02 if mixed else 1e-3, atol=0)
+    assert expected[-1] < expected[0] - 0.1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("world_size, shape", [(2, None), (4, (2, 2))])
+def test_a_transformer_trains_with_fully_shard_as_without(world_size, shape, mixed, tmp_path):
+    run_ranks(compare_transformers, world_size, tmp_path / "ranks", shape, mixed)
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+def save_transformer(rank, world_size, folder):
+    """Train for three steps, save, and train on; return the weights."""
+    model, optimizers = build(make_mesh(world_size, None))
+    train_transformer(model, optimizers, range(3), rank, world_size)
+    state = {"model": get_model_state_dict(model)}
+    state["optimizers"] = get_optimizer_state_dict(model, optimizers)
+    dcp.save(state, checkpoint_id=folder)
+    full_state = StateDictOptions(full_state_dict=True)
+    whole = get_optimizer_state_dict(model, optimizers, options=full_state)
+    return {
+        "weights": [full(p.detach()) for p in model.parameters()],
+        "momenta": [full(optimizers[0].state[p]["momentum_buffer"]) for p in optimizers[0].state],
+        "averages": [full(optimizers[0].state[p]["row_squares"]) for p in optimizers[0].state],
+        "names": list(whole["state"]),
+    }
+
+
+def load_transformer(rank, world_size, folder):
+    model, optimizers = build(make_mesh(world_size, None))
+    state = {"model": get_model_state_dict(model)}
+    state["optimizers"] = get_optimizer_state_dict(model, optimizers)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizers, state["optimizers"])
+    muon = optimizers[0]
+    return {
+        "weights": [full(p.detach()) for p in model.parameters()],
+        "momenta": [full(muon.state[p]["momentum_buffer"]) for p in muon.param_groups[0]["params"]],
+        "averages": [full(muon.state[p]["row_squares"]) for p in muon.param_groups[0]["params"]],
+    }
+
+
+@pytest.mark.parametrize("saving, loading", [(2, 3), (3, 2)])
+def test_a_distributed_checkpoint_continues_on_another_number_of_ranks(saving, loading, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    saved = run_ranks(save_transformer, saving, tmp_path / "saving", folder)[0]
+    for loaded in run_ranks(load_transformer, loading, tmp_path / "loading", folder):
+        for name, tensors in loaded.items():
+            assert all(map(torch.equal, tensors, saved[name])), name
+    assert len(saved["names"]) == len(saved["weights"])
+
+
+def continue_from_checkpoint(rank, world_size, folder):
+    """Compare a run that is saved and loaded in the middle with one that is not."""
+    runs = []
+    for interrupted in False, True:
+        model, optimizers = build(make_mesh(world_size, None))
+        train_transformer(model, optimizers, range(2), rank, world_size)
+        if interrupted:
+            state = {"model": get_model_state_dict(model)}
+            state["optimizers"] = get_optimizer_state_dict(model, optimizers)
+            dcp.save(state, checkpoint_id=folder)
+            model, optimizers = build(make_mesh(world_size, None))
+            state = {"model": get_model_state_dict(model)}
+            state["optimizers"] = get_optimizer_state_dict(model, optimizers)
+            dcp.load(state, checkpoint_id=folder)
+            set_model_state_dict(model, state["model"])
+            set_optimizer_state_dict(model, optimizers, state["optimizers"])
+        train_transformer(model, optimizers, range(2, 4), rank, world_size)
+        runs.append([full(p.detach()) for p in model.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
+def test_a_run_that_is_saved_and_loaded_goes_on_bit_by_bit(tmp_path):
+    run_ranks(continue_from_checkpoint, 2, tmp_path / "ranks", str(tmp_path / "checkpoint"))
+
+
+def save_and_load_replicated(rank, world_size, folder):
+    """Whole parameters, on ranks that each compute a part: get_ and set_optimizer_state_dict."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    make = lambda: Muon(model.parameters(), 0.1, rank=rank, world_size=world_size)  # noqa: E731
+    muon = make()
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.size(0)))
+    muon.step()
+    muon.zero_grad()
+    dcp.save({"muon": get_optimizer_state_dict(model, muon)}, checkpoint_id=folder)
+    fresh = make()
+    state = {"muon": get_optimizer_state_dict(model, fresh)}
+    assert not any(tensor.any() for p in model.parameters() for tensor in fresh.state[p].values())
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(model, fresh, state["muon"])
+    for p in model.parameters():
+        assert torch.equal(fresh.state[p]["momentum_buffer"], muon.state[p]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_whole_parameters_too_go_through_a_distributed_checkpoint(world_size, tmp_path):
+    """With three ranks, one has no matrix to orthogonalize. It hung there, or lost momenta."""
+    folder = str(tmp_path / "checkpoint")
+    run_ranks(save_and_load_replicated, world_size, tmp_path / "ranks", folder)
+
+
+# ---- Errors and README ---------------------------------------------------------------------------
+def refuse_other_meshes(rank, world_size):
+    mesh = init_device_mesh("cpu", (2,)) if world_size == 2 else None
+    whole = dist.device_mesh.DeviceMesh("cpu", [0, 1])
+    p = nn.Parameter(distribute_tensor(torch.ones(4, 4), whole, [Shard(0)]))
+    if rank < 2:
+        Muon([p], lr=0.1)
+    else:
+        with pytest.raises(ValueError, match="lacks this rank"):
+            Muon([p], lr=0.1)
+    return mesh is None
+
+
+def test_a_dtensor_of_other_ranks_is_refused(tmp_path):
+    assert all(run_ranks(refuse_other_meshes, 3, tmp_path / "ranks"))
+
+
+def run_the_example_of_readme(rank, world_size):
+    names = run_examples_of_readme()
+    model = names["model"]
+    muon = names["shard"](model, make_mesh(world_size, None))
+    before = [full(p.detach()).clone() for p in model.parameters()]
+    model(torch.arange(8)).square().sum().backward()
+    muon.step()
+    changed = [not torch.equal(full(p.detach()), q) for p, q in zip(model.parameters(), before)]
+    assert changed == [False, True, False, False, False]
+
+
+def test_the_sharded_example_in_readme_runs(tmp_path):
+    run_ranks(run_the_example_of_readme, 2, tmp_path / "ranks")
