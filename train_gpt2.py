@@ -720,11 +720,9 @@ class Muon(torch.optim.Optimizer):
 
     Several ranks: gradients must already be summed or averaged over the ranks, and a parameter
     needs a gradient on all ranks or on none. One rank orthogonalizes each matrix and sends the
-    update to the others. Parameters may be DTensors with any placements, as after fully_shard;
-    these need neither rank nor world_size. Create Muon after fully_shard replaced the parameters.
-
-    Checkpoints: the state of a parameter is placed like the parameter. So the state_dict() of any
-    rank is complete, except for DTensors, whose state torch.distributed.checkpoint saves.
+    update to the others. Parameters may be DTensors with any placements, as fully_shard makes them;
+    these need neither rank nor world_size. The state of a parameter is placed like the parameter,
+    so any rank's state_dict() is complete; torch.distributed.checkpoint saves that of DTensors.
 
     Updates are scaled by sqrt(max(M, N)). From other optimizers, convert:
 
@@ -758,11 +756,8 @@ class Muon(torch.optim.Optimizer):
         self.dtype = dtype
         defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(params, defaults | dict(beta2=beta2, cautious=cautious))
-
-    def add_param_group(self, param_group):
-        """Add a group, as torch.optim.Optimizer does. Raises ValueError if it is invalid."""
-        super().add_param_group(param_group)
-        check_muon_group(param_group)
+        for group in self.param_groups:
+            check_muon_group(group)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -773,7 +768,8 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         rank_costs = [0] * self.world_size  # cost of the matrices that each rank orthogonalizes
         for group in self.param_groups:
-            check_muon_group(group)  # a schedule may have changed it
+            check_muon_group(group)  # a group may have been added or changed
+        for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
                 if "momentum_buffer" not in state:
@@ -788,19 +784,25 @@ class Muon(torch.optim.Optimizer):
     def update_whole(self, group, rank_costs):
         """Collective: update the parameters of a group that every rank holds as a whole."""
         stacks = stacks_of([p for p in group["params"] if not is_dtensor(p)])
+        mine = set()  # the parameters whose updates this rank computes
+        for stack in stacks:
+            owner = rank_costs.index(min(rank_costs))
+            rank_costs[owner] += len(stack) * matrix_cost(stack[0])
+            if owner == self.rank:
+                mine.update(stack)
         # The stacks of a bucket usually go to different ranks, which compute them in parallel. Its
         # all-reduce runs while they compute the next ones.
         buckets = [stacks[i : i + self.world_size] for i in range(0, len(stacks), self.world_size)]
-        started = [self.start_updates(bucket, group, rank_costs) for bucket in buckets]
+        started = [self.start_updates(bucket, group, mine) for bucket in buckets]
         for updates, work in started:
             if work is not None:
                 work.wait()
             for p, update in updates.items():
-                if group["beta2"]:
-                    normalize_rows(update, self.state[p]["row_squares"], group["beta2"])
                 self.apply_update(p, update.view(p.shape), group)
+        if stacks and group["beta2"] and self.world_size > 1:
+            self.share_averages([p for stack in stacks for p in stack], mine)
 
-    def start_updates(self, stacks, group, rank_costs):
+    def start_updates(self, stacks, group, mine):
         """Compute this rank's updates of some stacks and start sending them to all ranks.
 
         Return (updates, work). updates: {parameter: its update, (M, N) bfloat16}, valid once work
@@ -812,19 +814,16 @@ class Muon(torch.optim.Optimizer):
         # The slots of other ranks stay 0, so the sum over ranks is exact.
         updates = {p: slot.view(matrix_shape(p)) for p, slot in zip(params, buffer.split(sizes))}
         for stack in stacks:
-            owner = rank_costs.index(min(rank_costs))
-            rank_costs[owner] += len(stack) * matrix_cost(stack[0])
             stack = [p for p in stack if p.grad is not None]
             for p in stack:
                 self.update_momentum(p, group)
-            if owner == self.rank and stack:
-                self.write_updates(stack, updates, group)
-        work = None
-        if self.world_size > 1:
-            work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
-        return updates, work
+            if stack and stack[0] in mine:
+                self.write_updates(stack, group, updates)
+        if self.world_size == 1:
+            return updates, None
+        return updates, dist.all_reduce(buffer, group=self.process_group, async_op=True)
 
-    def write_updates(self, stack, updates, group):
+    def write_updates(self, stack, group, updates):
         """Write the orthogonalized directions of a stack into updates."""
         shape = len(stack), *matrix_shape(stack[0])
         directions = torch.empty(shape, dtype=self.dtype, device=stack[0].device)
@@ -835,6 +834,20 @@ class Muon(torch.optim.Optimizer):
         results = zeropower_via_newtonschulz5(directions, self.dtype)
         for p, result in zip(stack, results.reshape(shape)):
             updates[p].copy_(result)
+            if group["beta2"]:
+                normalize_rows(updates[p], self.state[p]["row_squares"], group["beta2"])
+
+    def share_averages(self, params, mine):
+        """Collective: send NorMuon's averages from the ranks that updated them to all ranks."""
+        averages = [self.state[p]["row_squares"] for p in params]
+        for p, average in zip(params, averages):
+            if p not in mine:
+                average.zero_()  # so that the sum over ranks is exact
+        buffer = torch.cat([average.flatten() for average in averages])
+        dist.all_reduce(buffer, group=self.process_group)
+        slots = buffer.split([average.numel() for average in averages])
+        for average, slot in zip(averages, slots):
+            average.copy_(slot.view_as(average))
 
     def update_dtensors(self, group):
         """Collective: update the DTensors of a group.
@@ -869,7 +882,7 @@ class Muon(torch.optim.Optimizer):
         self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
 
     def direction(self, p, group):
-        """Return the Nesterov momentum of p, which looks one step ahead. It is placed like p."""
+        """Return the Nesterov momentum of p, which looks one step ahead, placed like p."""
         return torch.lerp(p.grad, self.state[p]["momentum_buffer"], group["momentum"])
 
     def apply_update(self, p, update, group):
@@ -911,7 +924,7 @@ def check_muon_group(group):
 
 
 def is_dtensor(p):
-    """Return whether p is a DTensor. Importing its class would take a second."""
+    """Return whether p is a DTensor. Importing the class takes a second."""
     return hasattr(p, "placements")
 
 
@@ -930,11 +943,11 @@ def normalize_rows(update, average, beta2):
     """Divide the rows of an update by moving averages of their sizes; keep its norm (NorMuon).
 
     update: (M, N), changed in place. average: moving average of each row's mean square, (M, 1), or
-    of each column's, (1, N), if M < N; updated in place, unless the update is 0.
+    of each column's, (1, N), if M < N; updated in place.
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
-    average.lerp_(squares.type_as(average), (1 - beta2) * squares.any())
+    average.lerp_(squares.type_as(average), 1 - beta2)
     scale = average.float().clamp(min=1e-10).rsqrt()
     norm_ratio = (squares.sum() / (squares * scale.square()).sum().clamp(min=1e-20)).sqrt()
     update.mul_(scale * norm_ratio)

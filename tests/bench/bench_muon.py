@@ -1,11 +1,15 @@
 """Time Muon's step on the matrices of GPT-2 124M against torch.optim.Muon's, in alternating turns.
 
-    python tests/bench/bench_muon.py [--rounds=15] [--layers=12] [--width=768]
+    python tests/bench/bench_muon.py [--rounds=15] [--layers=12] [--width=768] [--before=FILE]
 
-Each ratio compares two turns of the same round. torch.optim.Muon always multiplies in bfloat16; on
-a CPU without bfloat16 instructions, each of its steps takes minutes.
+FILE: an earlier train_gpt2.py, which is timed, too. Each ratio compares two turns of a round, whose
+order is random. With one thread on a CPU, times are those of the processor, so that other programs
+disturb them less. torch.optim.Muon always multiplies in bfloat16; on a CPU without bfloat16
+instructions, each of its steps takes minutes.
 """
 
+import importlib.util
+import random
 import statistics
 import sys
 import time
@@ -33,10 +37,22 @@ def random_parameters(layers, C, device):
 
 def ms_of_step(optimizer):
     """Return the time of a step in milliseconds."""
-    start = time.perf_counter()
+    p = optimizer.param_groups[0]["params"][-1]
+    one_thread = p.device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if one_thread else time.perf_counter
+    start = clock()
     optimizer.step()
-    optimizer.param_groups[0]["params"][-1][0, 0].item()  # waits for a GPU
-    return 1000 * (time.perf_counter() - start)
+    p[0, 0].item()  # waits for a GPU
+    return 1000 * (clock() - start)
+
+
+def muon_of(path):
+    """Return the class Muon of another train_gpt2.py."""
+    spec = importlib.util.spec_from_file_location("before", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["before"] = module
+    spec.loader.exec_module(module)
+    return module.Muon
 
 
 def main():
@@ -44,6 +60,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--before", metavar="FILE", help="an earlier train_gpt2.py")
     options = parser.parse_args()
     args = train_gpt2.Hyperparameters()
     device = train_gpt2.choose_device(args)
@@ -54,10 +71,13 @@ def main():
         "ours": train_gpt2.Muon(random_parameters(*sizes), lr=1e-4, dtype=dtype),
         "torch.optim.Muon": torch.optim.Muon(random_parameters(*sizes), lr=1e-4, weight_decay=0.0),
     }
+    if options.before:
+        muon = muon_of(options.before)
+        optimizers["before"] = muon(random_parameters(*sizes), lr=1e-4, dtype=dtype)
     times = {name: [] for name in optimizers}
     for _ in range(options.rounds + 1):
-        for name, optimizer in optimizers.items():
-            times[name].append(ms_of_step(optimizer))
+        for name in random.sample(list(optimizers), len(optimizers)):
+            times[name].append(ms_of_step(optimizers[name]))
     print("                    median ms (range), median ratio to ours (range)")
     for name, (_, *ms) in times.items():  # the first round warms up
         ratios = [other / own for other, own in zip(ms, times["ours"][1:])]
