@@ -1275,8 +1275,7 @@ def validate(run):
     lr = run.args.learning_rate * lr_scale_at(run.step, run.args)
     run.log.progress(run.step, f"val_loss:{run.val_loss:.4f}", f" lr:{lr:.3g}")
     # A run that repeats its data may overfit, so it also keeps its best weights.
-    is_best = run.repeats_data and run.val_loss < run.best_loss
-    if is_best and save(run, "best.pt"):
+    if run.repeats_data and run.val_loss < run.best_loss and save(run, "best.pt"):
         run.best_loss = run.val_loss
 
 
@@ -1346,6 +1345,7 @@ class Run:
     log: "Log"
     stop: "StopRequest"
     lock: object = None  # the open file that reserves the folder, on rank 0
+    start: str = ""  # the file from which the run starts; empty for new weights
     step: int = 0  # number of optimizer steps done
     stopped: bool = False  # a rank has asked all ranks to stop
     val_loss: float = math.nan  # of the last validation
@@ -1378,6 +1378,7 @@ def set_up(args, stop):
     model = build_model(args, getattr(torch, dtype)).to(device)
     optimizers = build_optimizers(model, args)
     facts["optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    facts["initial_weights"] = args.init or "new"
     return Run(args, device, model, optimizers, train_loader, validation, facts, Log(args), stop)
 
 
@@ -1388,15 +1389,15 @@ def main(args, stop=None):
     had already finished.
     """
     run = set_up(args, stop or StopRequest())
-    start = claim_folder(run) if get_rank() == 0 else None
-    start = from_rank_0(start)
-    if start is None:
+    claim_folder(run)
+    if is_finished(run):
         run.log(f"{run.folder} holds the result of this run; nothing to do")
         leave_ranks()
         return None
-    start_line = restore(run, **start)
+    restore(run)
     log_header(run)
-    run.log(start_line)
+    if run.start and Path(run.start).parent != run.folder and not save_checkpoint(run):
+        raise UserError("the first checkpoint was not written: free disk space, then start again")
     if args.compile:
         run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
         with run.log.timed("compile"):
@@ -1409,6 +1410,35 @@ def main(args, stop=None):
         finish(run)
     leave_ranks()
     return None if run.stopped else run.val_loss
+
+
+def finish(run):
+    """Save the weights, and with save_every a checkpoint; log a summary as `key: value` lines.
+
+    The file model.pt marks the run as finished. It gets its name last, when the log is complete.
+    """
+    if not math.isfinite(run.val_loss):
+        raise UserError(f"the run diverged (val_loss={run.val_loss}): lower the learning rates")
+    if run.args.save_every:
+        save_checkpoint(run)  # to continue with a larger num_iterations
+    if not save(run, "weights"):
+        raise UserError("the weights were not written: free disk space, then resume or start again")
+    log_summary(run)
+    if run.log.unwritten:
+        save_checkpoint(run)
+        raise UserError(f"{run.log.path} lacks the result: free disk space, then resume the run")
+    if get_rank() == 0:
+        os.replace(run.folder / "weights", run.folder / "model.pt")
+
+
+def save_and_stop(run):
+    """Save a checkpoint and log how to continue."""
+    if not save_checkpoint(run):
+        fix = "free disk space, then resume from an older one"
+        raise UserError(f"stopped after step {run.step}, but no checkpoint was written: {fix}")
+    advice = f"to continue, add --run_id={run.args.run_id} --resume=auto"
+    run.log(f"saved a checkpoint in {run.folder}; {advice}")
+    run.log(f"stopped by a signal after step {run.step}")
 
 
 # ---- Machinery: command line ---------------------------------------------------------------------
@@ -1811,25 +1841,49 @@ class Log:
     def __init__(self, args):
         self.path = Path(args.log_dir, f"{args.run_id}.txt")
         self.args = args
-        self.file = None  # claim_folder opens it
+        self.file = None  # claim_folder opens it on rank 0
+        self.size = 0  # of the file after the last write, in bytes
+        self.header = b""  # what log_header wrote
+        self.unwritten = b""  # what did not fit on the disk
         self.bar = None  # the progress bar
         self.seconds = Counter()  # spent in each phase
         self.phase = "setup"
         self.phase_start = START
 
-    def __call__(self, line, show=True):
-        """Log a line and, if show, print it on the terminal. A failure does not stop training."""
-        if get_rank() != 0:
-            return
-        if show:
+    def __call__(self, line, show=True, hidden=""):
+        """Log a line and, if show, print it on the terminal. A failure does not stop training.
+
+        hidden: text that goes into the file before the line, in one write.
+        """
+        self.write(f"{hidden}{line}\n".encode(errors="backslashreplace"))
+        if show and get_rank() == 0:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 if self.bar:
                     self.bar.write(line)  # above the progress bar
                 else:
                     print(line, flush=True)
-        if self.file is not None:
-            with contextlib.suppress(OSError):  # the disk may be full
-                self.file.write(f"{line}\n".encode(errors="backslashreplace"))
+
+    def write(self, data):
+        """Append bytes to the file, all or none. What is not written is kept for the next call."""
+        if self.file is None:
+            return
+        self.unwritten += data
+        with contextlib.suppress(OSError):  # the disk may be full
+            if self.is_lost():
+                self.file, self.size = open(self.path, "ab", buffering=0), 0
+                warning = f"warning: {self.path} was deleted, replaced or cut; it goes on here\n"
+                self.unwritten = self.header + warning.encode() + self.unwritten
+            written = self.file.write(self.unwritten)
+            if written < len(self.unwritten):
+                self.file.truncate(self.size)  # half a number would look like a result
+            else:
+                self.size = self.file.tell()
+                self.unwritten = b""
+
+    def is_lost(self):
+        """Return whether somebody else has deleted, replaced or cut the file."""
+        same = self.path.exists() and os.path.samefile(self.path, self.file.fileno())
+        return not same or os.fstat(self.file.fileno()).st_size < self.size
 
     def progress(self, step, result, more="", show=True):
         """Log a result after `step` steps, with the training time so far."""
@@ -1877,41 +1931,42 @@ class Log:
 
 
 def log_header(run):
-    """Log what defines a run: source, settings, environment, data, optimizers."""
+    """Log what defines a run: source, settings, environment, data, optimizers, start."""
     args, log = run.args, run.log
-    log(f"{LOG_TITLE}, run_id={args.run_id}\n{SOURCE}", show=False)
-    for name, value in vars(args).items():
-        log(f"hyperparameter {name}={value!r}", show=False)
+    hidden = [f"{LOG_TITLE}, run_id={args.run_id}", SOURCE]
+    hidden += [f"hyperparameter {name}={value!r}" for name, value in vars(args).items()]
     git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40"]
     commit = ""
     with contextlib.suppress(OSError):  # git is not installed
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     workers = f"processes:{get_world_size()} threads:{torch.get_num_threads()}"
-    log(f"torch:{torch.__version__} commit:{commit} device:{device_name(run.device)} {workers}")
-    log(f"matmul_dtype:{args.dtype} micro_batch:{run.micro_batch} val_tokens:{args.val_tokens}")
     data = f"train_data:{run.facts['train_data']} val_data:{run.facts['val_data']}"
-    log(f"train_tokens:{run.train_loader.stream.total_tokens} {data}")
+    shown = [
+        f"torch:{torch.__version__} commit:{commit} device:{device_name(run.device)} {workers}",
+        f"matmul_dtype:{args.dtype} micro_batch:{run.micro_batch} val_tokens:{args.val_tokens}",
+        f"train_tokens:{run.train_loader.stream.total_tokens} {data}",
+    ]
     for optimizer in run.optimizers:
         values = sum(p.numel() for p in params_of(optimizer))
-        log(f"{type(optimizer).__name__} parameters:{values}")
+        shown.append(f"{type(optimizer).__name__} parameters:{values}")
+    verb = f"continuing after step {run.step}" if run.step else "starting"
+    shown.append(f"{verb} from {run.start or 'new weights'}")
+    hidden, shown = "\n".join([*hidden, ""]), "\n".join(shown)
+    log.header = f"{hidden}{shown}\n".encode(errors="backslashreplace")
+    log(shown, hidden=hidden)
+    if log.unwritten:
+        raise UserError(f"{log.path} cannot be written: free disk space, then start again")
 
 
-def finish(run):
-    """Save the weights, and with save_every a checkpoint; log a summary as `key: value` lines."""
+def log_summary(run):
+    """Log the result as `key: value` lines."""
     args, log = run.args, run.log
-    if not math.isfinite(run.val_loss):
-        raise UserError(f"the run diverged (val_loss={run.val_loss}): lower the learning rates")
-    if args.save_every:
-        save_checkpoint(run)  # to continue with a larger num_iterations
-    weights = save(run, "model.pt")
-    if weights is None:
-        raise UserError("the weights were not written: free disk space, then resume or start again")
     log(f"val_loss: {run.val_loss:.4f}")
     if args.target_val_loss:
         log(f"target_val_loss: {args.target_val_loss}")
     if run.best_loss < run.val_loss:
         log(f"best_val_loss: {run.best_loss:.4f}\nbest_weights: {run.folder / 'best.pt'}")
-    log(f"weights: {weights}")
+    log(f"weights: {run.folder / 'model.pt'}")
     log(f"steps: {args.num_iterations}\ntokens: {run.tokens}\nseed: {args.seed}")
     for phase, seconds in log.seconds.items():
         log(f"{phase}_seconds: {seconds:.1f}")
@@ -1921,80 +1976,53 @@ def finish(run):
         log(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
 
 
-def save_and_stop(run):
-    """Save a checkpoint and log how to continue."""
-    path = save_checkpoint(run)
-    if path is None:
-        fix = "free disk space, then resume from an older one"
-        raise UserError(f"stopped after step {run.step}, but no checkpoint was written: {fix}")
-    run.log(f"saved {path}; to continue, add --run_id={run.args.run_id} --resume=auto")
-    run.log(f"stopped by a signal after step {run.step}")
-
-
 # ---- Machinery: checkpoints ----------------------------------------------------------------------
 FORMAT = 4  # version of the .pt files
 
 
 def save(run, name, **more):
-    """Write the weights, settings and facts of a run, and more; return the path.
+    """Write the weights, settings and facts of a run, and more, atomically. Return whether it did.
 
-    Only rank 0 writes, atomically. If writing fails, for example because the disk is full, this is
-    logged, and rank 0 returns None. If a tensor is not finite, all ranks raise UserError.
+    Only rank 0 writes; other ranks return True. A failure, for example because the disk is full, is
+    logged. If a tensor is not finite, all ranks raise UserError.
     """
-    check_folder(run)
     path, partial = run.folder / name, run.folder / "partial"
     state = dict(format=FORMAT, run_id=run.args.run_id, step=run.step, val_loss=run.val_loss)
-    state |= dict(hyperparameters=vars(run.args), facts=run.facts, model=run.model.state_dict())
-    state |= more
+    state |= dict(hyperparameters=vars(run.args), facts=run.facts, source=digest(SOURCE))
+    state |= dict(model=run.model.state_dict()) | more
     for value in tree_leaves(state):
         if isinstance(value, torch.Tensor) and not value.isfinite().all():
             raise UserError(f"{path} was not written (not finite): lower the learning rates")
     if get_rank() != 0:
-        return path
+        return True
+    keep_folder(run)
     try:
         with run.log.timed("checkpoint"), open(partial, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-        return path
+        return True
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         run.log(f"warning: {name} was not written ({error.__context__ or error})")
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)  # frees the space of the partial file
-        return None
-
-
-def check_folder(run):
-    """If another process has deleted or replaced the folder of a run, give the run a new one."""
-    lock_path = run.folder / "run.lock"
-    if get_rank() != 0 or (lock_path.exists() and os.path.samefile(lock_path, run.lock.fileno())):
-        return
-    lost, run_id = run.folder, f"{run.args.run_id}-{os.urandom(3).hex()}"
-    run.args = dataclasses.replace(run.args, run_id=run_id)
-    run.folder, run.best_loss = Path(run.args.log_dir, run_id), math.inf  # best.pt is lost, too
-    run.log.path = Path(f"{run.folder}.txt")
-    claim_folder(run)
-    log_header(run)  # into the new log
-    run.log(f"warning: {lost} was deleted or replaced; the run continues in {run.folder}")
+        return False
 
 
 def save_checkpoint(run):
-    """Collective: save what a run needs to resume, and prune old checkpoints.
-
-    Return the path of the checkpoint, or None on rank 0 if it could not be written.
-    """
-    check_folder(run)  # may change best_loss
+    """Save what a run needs to resume, and prune old checkpoints. Return whether it worked."""
     states = [optimizer.state_dict()["state"] for optimizer in run.optimizers]
-    more = dict(optimizers=states, train_seconds=run.log.seconds["train"], best_loss=run.best_loss)
-    path = save(run, f"state_step{run.step:010d}.pt", **more)
-    if path is not None and get_rank() == 0:
+    path = run.folder / f"state_step{run.step:010d}.pt"
+    if not save(run, path.name, optimizers=states, train_seconds=run.log.seconds["train"]):
+        return False
+    if get_rank() == 0:
         # Checkpoints with a higher step do not count: they are damaged, and were skipped on resume.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
             with contextlib.suppress(OSError):
                 old.unlink()
-    return path
+    return True
 
 
 def checkpoints_in(folder):
@@ -2016,7 +2044,7 @@ def read_pt(path):
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
         version = state["format"]
     except Exception as error:  # both modules raise many types of exceptions
-        # After an error of the machine, the file may be undamaged. EINVAL is an error of the file.
+        # After an error of the machine, the file may be undamaged. EINVAL comes from a damaged one.
         if isinstance(error, (OSError, MemoryError)) and getattr(error, "errno", 0) != errno.EINVAL:
             raise
         raise UserError(f"{path} is damaged or not from train_gpt2.py ({error!r:.200})") from None
@@ -2027,74 +2055,110 @@ def read_pt(path):
 
 
 def claim_folder(run):
-    """Make this process the only one that writes the run's files, and open its log. Rank 0 only.
+    """On rank 0, reserve the run's folder, which the file run.lock marks, and open the log."""
+    if get_rank() != 0:
+        return
+    check_owner(run)
+    lock_folder(run)
+    check_owner(run)  # again, because another process may just have finished the same run
+    run.log.file = open(run.log.path, "ab", buffering=0)
+    run.log.size = run.log.file.tell()
 
-    Return where to start from: dict(resume=path of a checkpoint or "", init=path of weights or "").
-    Return None if the run has already finished. The file run.lock marks the folder of a run.
-    """
-    args, folder, lock_path = run.args, run.folder, run.folder / "run.lock"
-    has_lock = lock_path.exists() and not lock_path.is_symlink()
-    if not has_lock and (any(folder.glob("*")) or run.log.path.exists()):
-        raise UserError(f"{folder} was not created by a run of this script: pass another --run_id")
-    if args.resume != "auto" and any(folder.glob("*.pt")):
+
+def check_owner(run):
+    """Raise UserError unless the folder is new, or the run's own and to be continued."""
+    folder, is_marked = run.folder, (run.folder / "run.lock").is_file()
+    if not is_marked and (any(folder.glob("*")) or run.log.path.exists()):
+        fix = "move it with its log, or pass another --run_id"
+        raise UserError(f"{folder} was not created by a run of this script: {fix}")
+    if run.args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
-    folder.mkdir(parents=True, exist_ok=True)
-    run.lock = open(lock_path, "a")  # stays locked until the process ends
+
+
+def lock_folder(run):
+    """Make the folder, unless it exists, and lock it until this process ends."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.lock = open(run.folder / "run.lock", "a")
     try:
         fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another process is training {folder}: stop it first") from None
+        raise UserError(f"another process is training {run.folder}: stop it first") from None
     except OSError as error:  # some network file systems have no locks
-        run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")
-    run.log.file = open(run.log.path, "ab", buffering=0)
-    origin = None
-    with contextlib.suppress(ValueError):  # the file is empty, or of an earlier version
-        origin = json.loads(lock_path.read_text())
-    if origin is None or args.init or args.resume != "auto":
-        # If the run dies before its first checkpoint, --resume=auto has to know where it started.
-        origin = dict(resume=args.resume.removeprefix("auto"), init=args.init)
-        lock_path.write_text(json.dumps(origin))
-    if args.resume != "auto":
-        return origin
-    result, checkpoints = folder / "model.pt", checkpoints_in(folder)
-    if result.exists():
-        check_same(run.facts, read_pt(result)["facts"], result)
-        return None
+        run.log(f"warning: {run.folder} is not locked ({error.strerror}): start only one run there")
+
+
+def keep_folder(run):
+    """Make the folder again if it was deleted. Raises UserError if another one is in its place."""
+    lock_path = run.folder / "run.lock"
+    if lock_path.exists() and os.path.samefile(lock_path, run.lock.fileno()):
+        return
+    if any(run.folder.glob("*")):
+        raise UserError(f"{run.folder} was replaced by another folder: move it, and start again")
+    lock_folder(run)
+    run.log(f"warning: {run.folder} was deleted with its checkpoints; it is made again")
+
+
+def is_finished(run):
+    """Collective: return whether the folder holds the result of this run, after all its steps."""
+    result, steps = run.folder / "model.pt", 0
+    if get_rank() == 0 and result.exists():
+        state = read_pt(result)
+        check_same(run, run.facts, state, result)
+        steps = state["step"]
+    return from_rank_0(steps) >= run.args.num_iterations
+
+
+def restore(run):
+    """Collective: load the file from which the run starts, if any; set run.start to its path.
+
+    --resume=auto means the newest checkpoint of the run, else --init, else new weights.
+    """
+    args, checkpoint = run.args, run.args.resume
+    if checkpoint == "auto":
+        checkpoint = from_rank_0(newest_checkpoint(run) if get_rank() == 0 else None)
+    run.start = checkpoint or args.init
+    if checkpoint:
+        load_checkpoint(run, checkpoint)
+    elif args.init:
+        state = read_pt(args.init)
+        facts = settings_with_role(args, "architecture") | {"encoding": run.facts["encoding"]}
+        check_same(run, facts, state, args.init)
+        load_weights(run.model, state["model"], args.init)
+
+
+def newest_checkpoint(run):
+    """Return the path of the run's newest undamaged checkpoint, or "" if it never had one."""
+    checkpoints, result = checkpoints_in(run.folder), run.folder / "model.pt"
     for path in reversed(checkpoints):
         try:
             read_pt(path)
-            return dict(resume=str(path), init="")
+            return str(path)
         except UserError as error:
             run.log(f"skipping a checkpoint: {error}")
-    if checkpoints:
-        raise UserError(f"no checkpoint in {folder} is usable: pass another --run_id")
-    return origin
+    if checkpoints or result.exists():
+        fix = f"pass another --run_id, and perhaps --init={result}"
+        raise UserError(f"{run.folder} has no undamaged checkpoint to continue from: {fix}")
+    return ""
 
 
-def restore(run, resume, init):
-    """Load a checkpoint or, if resume is empty, the weights in init. Return a line for the log."""
-    args, facts = run.args, run.facts
-    if resume:
-        state = read_pt(resume)
-        if "optimizers" not in state:
-            raise UserError(f"{resume} holds only weights: start a new run with --init={resume}")
-        check_same(facts, state["facts"], resume, growing=settings_with_role(args, "growing"))
-        load_weights(run.model, state["model"], resume)
-        for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
-            # The options in param_groups are those of this script, not of the checkpoint.
-            optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
-        run.step, run.val_loss = state["step"], state["val_loss"]
-        if Path(resume).parent == run.folder:  # otherwise, best.pt is in another folder
-            run.best_loss = state["best_loss"]
-        run.log.seconds["train"] = state["train_seconds"]
-        return f"resume={args.resume}: continuing after step {run.step}"
-    if init:
-        state = read_pt(init)
-        needed = settings_with_role(args, "architecture") | dict(encoding=facts["encoding"])
-        check_same(needed, state["facts"], init)
-        load_weights(run.model, state["model"], init)
-        return f"starting from the weights in {init}"
-    return "starting from new weights"
+def load_checkpoint(run, path):
+    """Load the weights, the optimizers' states and the progress of a run."""
+    state = read_pt(path)
+    if "optimizers" not in state:
+        raise UserError(f"{path} holds only weights: start a new run with --init={path}")
+    facts, is_own = dict(run.facts), Path(path).parent == run.folder
+    if not is_own:
+        del facts["initial_weights"]  # of the other run
+    check_same(run, facts, state, path)
+    load_weights(run.model, state["model"], path)
+    for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
+        # The options in param_groups are those of this script, not of the checkpoint.
+        optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
+    run.step, run.val_loss = state["step"], state["val_loss"]
+    run.log.seconds["train"] = state["train_seconds"]
+    if is_own:
+        with contextlib.suppress(UserError):  # there is no best.pt, or it is damaged
+            run.best_loss = read_pt(run.folder / "best.pt")["val_loss"]
 
 
 def load_weights(model, weights, path):
@@ -2105,18 +2169,21 @@ def load_weights(model, weights, path):
         raise UserError(f"{path} holds weights of another model ({error})") from None
 
 
-def check_same(facts, saved, path, growing=()):
-    """Raise UserError unless a file was saved with these facts. None is unknown and fits all.
+def check_same(run, facts, state, path):
+    """Raise UserError unless a file was saved with these facts; warn if the script has changed.
 
-    growing: names of facts that may be larger than in the file.
+    num_iterations may be larger than in the file. A fact of None is unknown, and fits all.
     """
-    # A setting that is missing from the file has its default; any other fact is unknown.
-    saved = dict.fromkeys(facts) | vars(Hyperparameters()) | saved
+    if state.get("source", digest(SOURCE)) != digest(SOURCE):
+        run.log(f"warning: the script has changed since it saved {path}")
+    # A setting that is missing from the file has its default.
+    saved = dict.fromkeys(facts) | vars(Hyperparameters()) | state["facts"]
+    may_grow = settings_with_role(run.args, "growing")
     different = ", ".join(
         f"{name}={saved[name]} (here {value})"
         for name, value in facts.items()
         if None not in (value, saved[name])
-        and not (value == saved[name] or (name in growing and value > saved[name]))
+        and not (value == saved[name] or (name in may_grow and value > saved[name]))
     )
     if different:
         raise UserError(f"{path} was saved with {different}: use the same settings and data")

@@ -44,7 +44,7 @@ def test_a_copy_in_an_empty_folder_finishes_a_run_of_the_repository(tiny, tmp_pa
     )
     done = run_subprocess(fields, script=launcher)
     assert done.returncode == 0, done.stderr
-    assert "\nresume=auto: continuing after step 2\n" in done.stdout
+    assert "\ncontinuing after step 2 from " in done.stdout
     rows = losses(done.stdout)
     assert len(rows) == 6 and rows == losses(whole)[-6:]
     assert validations(done.stdout)[-1] == validations(whole)[-1]

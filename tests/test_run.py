@@ -586,7 +586,7 @@ def test_a_compiled_run_resumes_bit_for_bit(tiny, tmp_path, capsys):
     resume = str(tmp_path / "logs" / "whole" / "state_step0000000004.pt")
     part = run_compiled({**tiny, "run_id": "part", "save_every": 2, "resume": resume})
     resumed = capsys.readouterr().out
-    assert "continuing after step 4\n" in resumed and part == whole
+    assert "continuing after step 4 from " in resumed and part == whole
     assert "\ngraphs: 2\n" in text and "\ngraphs: 2\n" in resumed
 
 

@@ -101,8 +101,8 @@ def test_a_run_interrupted_many_times_gives_the_same_result(processes, dtype, ti
         fault = f"os.kill(os.getpid(), {int(number)})"  # of the last rank alone
         script = faulty_script(tmp_path, fault, "step == first_step + 1", processes - 1)
         stopped = trained(fields, processes, script)
-        assert (f"resume=auto: continuing after step {step - 2}\n" in stopped) == (step > 2)
-        saved = f"saved {folder}/state_step{step:010d}.pt"
+        assert (f"continuing after step {step - 2} from " in stopped) == (step > 2)
+        saved = f"saved a checkpoint in {folder}"
         advice = "to continue, add --run_id=part --resume=auto"
         end = f"\n{saved}; {advice}\nstopped by a signal after step {step}\n"
         assert stopped.endswith(end)
@@ -120,7 +120,7 @@ os.replace = kill_or_replace"""
     assert killed.returncode == -signal.SIGKILL
     assert checkpoints(folder)[-1] == "state_step0000000009.pt"
     last_part = trained({**fields, "save_every": 12}, processes)
-    assert "resume=auto: continuing after step 9\n" in last_part
+    assert "continuing after step 9 from " in last_part
     assert last_bits(folder) == last_bits(folder.parent / "whole")
     assert not (folder / "partial").exists()
     assert validations(whole)[-1] == validations(last_part)[-1]
@@ -177,7 +177,7 @@ def test_a_killed_rank_is_restarted_by_torchrun(tiny, tmp_path):
     fields |= {"run_id": "again", "resume": "auto"}
     done = run_subprocess(fields, 2, script, ["--max-restarts=1"])
     assert done.returncode == 0, done.stderr
-    assert "resume=auto: continuing after step 8\n" in done.stdout
+    assert "continuing after step 8 from " in done.stdout
     assert last_bits(tmp_path / "logs" / "again") == last_bits(tmp_path / "logs" / "whole")
 
 
@@ -344,22 +344,32 @@ def test_a_full_disk_costs_no_older_checkpoint(full_until, fault, left, error, t
     assert not (tmp_path / "logs" / "f" / "partial").exists()
 
 
-def test_a_failed_write_ends_its_phase_and_the_log_goes_on(tiny, monkeypatch, capsys):
-    """The disk may have space again, and the terminal may be closed as well."""
+def test_a_failed_write_ends_its_phase_and_the_log_loses_nothing(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    """The disk may have space for a part, and later for all. The terminal may be closed as well."""
     full = OSError(28, "No space left on device")
     log = train_gpt2.Log(Hyperparameters(**tiny, run_id="full"))
     with pytest.raises(OSError), log.timed("checkpoint"):
         raise full
     assert log.phase == "setup"
-    log.file = Mock()
-    log.file.write.side_effect = [full, full, None]
+    log.path = tmp_path / "full.txt"
+    log.file = open(log.path, "ab", buffering=0)
+    real, log.file = log.file, Mock(wraps=log.file)
+    # No space, then for 5 bytes, then for all
+    log.file.write.side_effect = [full, 5, None]
+    log.file.fileno.side_effect = real.fileno
     log("one")
+    assert log.unwritten == b"one\n"
+    log.file.write.side_effect = lambda data: real.write(data[:5])
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Mock(write=Mock(side_effect=full)))
         log("two")
+    assert log.path.read_bytes() == b"" and log.unwritten == b"one\ntwo\n"
+    log.file.write.side_effect = real.write
     log("three")
     assert capsys.readouterr().out == "one\nthree\n"
-    log.file.write.assert_called_with(b"three\n")
+    assert log.path.read_bytes() == b"one\ntwo\nthree\n" and log.unwritten == b""
 
 
 @pytest.mark.parametrize("output", ["> /dev/full", ">&-"])
@@ -401,44 +411,58 @@ def test_a_shard_that_changes_while_in_use_ends_the_run(lost, tiny, tmp_path):
     assert run_here(fields) is not None
 
 
-@pytest.mark.parametrize("replaced", [True, False])
-def test_a_run_whose_folder_is_deleted_or_replaced_continues_in_another(
-    replaced, tiny, tmp_path, monkeypatch
-):
-    """Another run may be using the new folder, so nothing is written into it.
+@pytest.mark.parametrize("moment", ["training", "last save"])
+def test_a_deleted_folder_is_made_again_under_its_name(moment, tiny, tmp_path, monkeypatch):
+    """The best weights are lost as well, so those after the loss count. The run can be resumed."""
+    values = iter([5.0, 3.0, 4.0, 4.5])
+    monkeypatch.setattr(train_gpt2, "evaluate", lambda run: next(values))
+    folder = tmp_path / "logs" / "r"
+    train_step, log_summary = train_gpt2.train_step, train_gpt2.log_summary
 
-    The best weights are lost as well, so those after the loss count.
-    """
-    losses = iter([5.0, 3.0, 4.0, 4.5])
-    monkeypatch.setattr(train_gpt2, "evaluate", lambda run: next(losses))
+    def lose_folder(run, inputs, targets):
+        if run.step == 8 and moment == "training":
+            shutil.rmtree(folder)
+        return train_step(run, inputs, targets)
+
+    def lose_folder_last(run):
+        if moment == "last save":
+            shutil.rmtree(folder)
+        log_summary(run)
+
+    monkeypatch.setattr(train_gpt2, "train_step", lose_folder)
+    monkeypatch.setattr(train_gpt2, "log_summary", lose_folder_last)
+    changes = dict(num_iterations=18, val_loss_every=6, save_every=3, keep_checkpoints=9)
+    fields = {**tiny, "run_id": "r", "allow_repeat": True, **changes}
+    if moment == "last save":
+        with pytest.raises(FileNotFoundError):
+            run_here(fields)
+        assert not folder.exists()
+        return
+    assert run_here(fields) is not None
+    log = folder.with_suffix(".txt").read_text()
+    assert f"warning: {folder} was deleted with its checkpoints; it is made again" in log
+    assert checkpoints(folder) == [f"state_step{step:010d}.pt" for step in (9, 12, 15, 18)]
+    shutil.copy(folder / "run.lock", tmp_path)
+    assert run_here(fields, resume="auto") is None  # nothing to do
+
+
+def test_a_folder_that_replaces_the_runs_is_left_alone(tiny, tmp_path, monkeypatch):
+    """Another run may be using it."""
     folder = tmp_path / "logs" / "r"
     train_step = train_gpt2.train_step
 
-    def lose_folder(run, inputs, targets):
-        if run.step == 8:
+    def replace_folder(run, inputs, targets):
+        if run.step == 4:
             folder.rename(tmp_path / "moved")
-            if replaced:
-                shutil.copytree(tmp_path / "moved", folder)
+            shutil.copytree(tmp_path / "moved", folder)
         return train_step(run, inputs, targets)
 
-    monkeypatch.setattr(train_gpt2, "train_step", lose_folder)
-    changes = dict(num_iterations=18, val_loss_every=6, save_every=3, keep_checkpoints=9)
-    assert run_here(tiny, run_id="r", allow_repeat=True, **changes) is not None
-    expected = content(tmp_path / "moved") if replaced else {}
-    assert list(content(folder).values()) == list(expected.values())
-    [new] = folder.parent.glob("r-*/model.pt")
-    log = new.parent.with_suffix(".txt").read_text()
-    assert log.startswith(f"{train_gpt2.LOG_TITLE}, run_id={new.parent.name}\n")
-    assert f"{folder} was deleted or replaced; the run continues in {new.parent}" in log
-    best = new.with_name("best.pt")
-    assert f"\nbest_val_loss: 4.0000\nbest_weights: {best}\nweights: {new}\n" in log
-    for path in new, best:
-        assert train_gpt2.read_pt(path)["run_id"] == new.parent.name
-    states = [train_gpt2.read_pt(path)["best_loss"] for path in new.parent.glob("state_step*.pt")]
-    assert sorted(states) == [4.0, 4.0, 4.0, math.inf]
+    monkeypatch.setattr(train_gpt2, "train_step", replace_folder)
+    with pytest.raises(UserError, match="was replaced by another folder: move it, and start again"):
+        run_here(tiny, run_id="r", save_every=2)
+    assert list(content(folder).values()) == list(content(tmp_path / "moved").values())
 
 
-# ---- Files of earlier runs ----------------------------------------------------------------------
 @pytest.fixture
 def half(tiny):
     """Settings that resume a run of six steps, which a signal stopped after three."""
@@ -457,7 +481,7 @@ HALF = {"resume": "logs/half/state_step0000000003.pt", "save_every": 1, "keep_ch
 AUTO = {"resume": "auto", "run_id": "half"}
 FIRST = {"resume": "auto", "run_id": "first"}
 INIT = {"init": "logs/first/model.pt", "run_id": "second"}
-FOREIGN = "was not created by a run of this script: pass another --run_id"
+FOREIGN = "was not created by a run of this script: move it with its log, or pass another"
 REFUSALS = [
     (
         {**HALF, "learning_rate": 0.02, "num_iterations": 5},
@@ -466,7 +490,6 @@ REFUSALS = [
     ({**HALF, "n_embd": 32}, r"3.pt was saved with n_embd=16 \(here 32\)"),
     ({**AUTO, "seed": 1}, "half/state_step0000000003.pt was saved with seed=1337"),
     ({**HALF, "run_id": "first"}, "first exists: .*another --run_id"),
-    ({**FIRST, "num_iterations": 9}, r"first/model.pt was saved with num_iterations=6 \(here 9\)"),
     ({**FIRST, "seed": 1}, "first/model.pt was saved with seed=1337"),
     ({**FIRST, "train_files": "other/*.bin"}, "first/model.pt was saved with train_data="),
     ({"resume": INIT["init"]}, "holds only weights: start a new run with --init"),
@@ -478,7 +501,7 @@ REFUSALS = [
     ({"run_id": "pipe"}, FOREIGN),
     ({"run_id": "notes"}, FOREIGN),
     ({"run_id": "notes", "resume": "auto"}, FOREIGN),
-    ({"run_id": "damaged", "resume": "auto"}, "no checkpoint in .*damaged is usable: pass another"),
+    ({"run_id": "damaged", "resume": "auto"}, "has no undamaged checkpoint to continue"),
     ({**INIT, "n_embd": 32, "n_layer": 1}, "saved with n_layer=2 .*, n_embd=16 .*: use the same"),
     ({**INIT, "vocab_size": 96}, "saved with vocab_size=64"),
     ({**INIT, "init": "nowhere.pt"}, "nowhere.pt is not a file"),
@@ -528,7 +551,7 @@ def test_a_run_starts_from_the_weights_of_another(tiny, weights, capsys):
     for path, text in (weights, shown), (checkpoint, trained({**tiny, "init": checkpoint}, 2)):
         rows = validations(text)
         assert rows[0][:2] == (0, pytest.approx(last, abs=2e-4)) and rows[-1][1] < last
-        assert f"starting from the weights in {path}\n" in text
+        assert f"starting from {path}\n" in text
 
 
 @both_dtypes
@@ -587,23 +610,59 @@ def test_a_finished_run_is_neither_trained_nor_changed_again(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["init", "resume"])
-def test_a_start_that_died_before_its_first_checkpoint_is_repeated(kind, half, tiny, tmp_path):
-    """The same command works again, and --resume=auto starts from the same checkpoint.
-
-    The run of that checkpoint stays as it is.
-    """
+def test_a_run_from_a_file_saves_a_checkpoint_at_once(kind, half, tiny, tmp_path):
+    """So --resume=auto never begins anew. The run of that file stays as it is."""
     before = content(tmp_path / "logs")
     fields = {**tiny, "save_every": 6, kind: half["resume"]}
     assert run_here(fields, run_id="whole") is not None
     fields["run_id"] = "part"
-    for _ in range(2):
-        died = run_forked(fields, script=faulty_script(tmp_path, "os._exit(9)", "step == 5"))
-        assert died.returncode == 9
-    fields.pop("init", None)  # the folder holds it
+    died = run_forked(fields, script=faulty_script(tmp_path, "os._exit(9)", "step == 5"))
+    assert died.returncode == 9
+    first = "state_step0000000000.pt" if kind == "init" else "state_step0000000003.pt"
+    assert checkpoints(tmp_path / "logs" / "part") == [first]
+    fields["resume"] = "auto"
     for steps in 1, 9:
-        run_here(fields, steps, resume="auto")
+        run_here(fields, steps)
     assert last_bits(tmp_path / "logs" / "part") == last_bits(tmp_path / "logs" / "whole")
     assert before.items() <= content(tmp_path / "logs").items()
+
+
+def test_auto_means_checkpoint_else_init_else_new_weights(tiny, weights, capsys):
+    """A command that is repeated, as torchrun and Slurm do, always means the same."""
+    fields = {**tiny, "seed": 1, "run_id": "auto", "resume": "auto", "init": str(weights)}
+    run_here(fields, 2)
+    assert f"\nstarting from {weights}\n" in capsys.readouterr().out
+    run_here(fields)
+    assert "\ncontinuing after step 2 from " in capsys.readouterr().out
+    run_here({**fields, "run_id": "new", "init": ""}, 2)
+    assert "\nstarting from new weights\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_initial_weights_are_refused(finished, tiny, weights, half):
+    """F4 of the hostile trial: auto took a run from other weights for this one."""
+    fields = {**tiny, "seed": 1, "run_id": "a", "init": str(weights)}
+    run_here(fields, math.inf if finished else 2)
+    fields["resume"] = "auto"
+    for other in "", str(half["resume"]):
+        refused("was saved with initial_weights=", fields, init=other)
+    run_here({**tiny, "run_id": "b"}, math.inf if finished else 2)
+    refused("initial_weights=new", {**tiny, "run_id": "b", "resume": "auto"}, init=str(weights))
+
+
+def test_a_finished_run_continues_if_it_is_made_longer(tiny, tmp_path, capsys):
+    """From its last checkpoint, or it says that it has none."""
+    fields = {**tiny, "run_id": "e", "save_every": 3}
+    run_here(fields)
+    shown = trained({**fields, "num_iterations": 9, "resume": "auto"})
+    assert "\ncontinuing after step 6 from " in shown and "\nsteps: 9\n" in shown
+    again = run_here(fields, num_iterations=9, resume="auto")
+    assert again is None and "nothing to do" in capsys.readouterr().out
+    run_here(tiny, run_id="none")
+    sentence = (
+        "none has no undamaged checkpoint to continue from: pass another --run_id, and perhaps"
+    )
+    refused(sentence, tiny, run_id="none", resume="auto", num_iterations=9)
 
 
 # ---- Damaged, foreign and hostile files ---------------------------------------------------------
@@ -644,7 +703,7 @@ def test_a_damaged_checkpoint_is_rejected(damage, tiny, tmp_path, capsys):
     assert re.search(
         f"^skipping a checkpoint: {newest} is (damaged or not from|not a file)", text, re.M
     )
-    assert "\nresume=auto: continuing after step 2\n" in text
+    assert "\ncontinuing after step 2 from " in text
     assert not (newest.parent / "hostile").exists()
 
 
@@ -683,7 +742,7 @@ def test_auto_takes_the_newest_by_its_step_and_deletes_only_old_checkpoints(tiny
         (folder / name).write_bytes(data)
     os.utime(newest, (1, 1))
     run_here(fields, resume="auto")
-    assert "resume=auto: continuing after step 3\n" in capsys.readouterr().out
+    assert "continuing after step 3 from " in capsys.readouterr().out
     expected = {"model.pt", "run.lock", "state_step0000000005.pt", "state_step0000000006.pt"}
     assert set(os.listdir(folder)) == expected | strangers.keys()
     for name, data in strangers.items():

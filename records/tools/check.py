@@ -125,14 +125,12 @@ def check_shards(args):
 
 
 def check_start(run):
-    """Check run_id, and load what the run would start from."""
-    args, start = run.args, run.args.resume
-    if start == "auto":
-        start = max(map(str, train_gpt2.checkpoints_in(run.folder)), default="")
-    elif any(run.folder.glob("*.pt")):
-        raise UserError(f"{run.folder} exists: pass another --run_id, or --resume=auto")
-    train_gpt2.restore(run, start, args.init)
-    return f"at step {run.step} of {args.num_iterations}"
+    """Check run_id, and load what the run would start from, with the functions that it uses."""
+    train_gpt2.check_owner(run)
+    if train_gpt2.is_finished(run):
+        return f"{run.folder} holds the result of this run; nothing to do"
+    train_gpt2.restore(run)
+    return f"at step {run.step} of {run.args.num_iterations}, from {run.start or 'new weights'}"
 
 
 def check_time(run):

@@ -21,15 +21,14 @@ SCRIPT = ROOT / "train_gpt2.py"
 
 def train(log, arguments):
     """Train the run of a log to its end, unless it is finished; return the Run."""
-    if log.exists():
-        same = read(log).sources["train_gpt2.py"] == SCRIPT.read_text()
-        require(same, f"{log} is of another version of {SCRIPT}: pass another --run_id")
     processes = int(os.environ.get("NPROC", "1"))
     names = [f"--log_dir={log.parent}", f"--run_id={log.stem}", "--resume=auto"]
     done = subprocess.run([*launch_command(processes), SCRIPT, *arguments, *names])
     require(done.returncode == 0, f"{log.stem} ended with exit status {done.returncode}")
     run = read(log)
     require(run.finished, f"{log.stem} was stopped: the same command continues the series")
+    same = run.sources["train_gpt2.py"] == SCRIPT.read_text() and not run.edited
+    require(same, f"{log} is of another version of {SCRIPT}: pass another --run_id")
     return run
 
 

@@ -49,9 +49,10 @@ def or_na(value, form="{}"):
 
 
 def progress(run):
-    """Return the steps of a run; without a result, also the last step and why."""
+    """Return the steps of a run; what is unusual about it: no result, or an edited script."""
     steps = run.num_iterations
-    return f"{steps}" if run.finished else f"{run.last_step} of {steps}, {run.fault}"
+    text = f"{steps}" if run.finished else f"{run.last_step} of {steps}, {run.fault}"
+    return f"{text}, script edited" if run.edited else text
 
 
 def hardware(run):

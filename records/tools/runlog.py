@@ -114,6 +114,7 @@ class Run:
     facts: dict  # {name: text} of the header and the summary
     schedule: list  # num_iterations, once, and again for each resume that raised it
     ended: bool  # whether the log contains the result
+    edited: bool  # whether the script was edited between two starts of the run
     points: dict = field(default_factory=lambda: {"train": [], "val": []})  # (step, loss, ms)
     last_step: int = 0  # of the last point
     train_seconds: float = None  # at the last point
@@ -156,22 +157,33 @@ class Run:
         return None if found is None else int(found.removesuffix("MiB"))
 
 
+def starts_in(text):
+    """Return [(source, settings, body)] of the starts in a log. One without settings is left out.
+
+    A start is a title, the script's source (in old logs no title, but the sources of the files that
+    it imports), its settings, then facts and points, and at the end a summary: the body.
+    """
+    starts = []
+    for part in re.split(r"^Log of train_gpt2\.py, run_id=.*\n", text, flags=re.M):
+        source, *pieces = HEADER.split(part)
+        for header, body in zip(pieces[::2], pieces[1::2]):
+            pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", header, flags=re.M)
+            settings = {name: ast.literal_eval(value) for name, value in pairs}
+            starts.append((source, settings, body))
+        # In an old log, the source of a resumed run ends the body before it.
+        require(all(body.endswith(source) for body in pieces[1:-1:2]), "another source")
+    return [start for start in starts if "\ntorch:" in f"\n{start[2]}"]
+
+
 def read_starts(path, text):
     """Return the Run of a log, without its points.
 
-    Each start logs a title, the script's source (in old logs no title, but the sources of the files
-    that it imports), then its settings, facts and points, and at the end a summary. The settings
-    and facts of the last start count. Raises ValueError if the starts differ in source or seed,
-    because the log would hold two different runs.
+    The source, the settings and the facts of the last start count. Raises ValueError if the starts
+    differ in the seed, because the log would hold two different runs.
     """
-    source, *parts = HEADER.split(re.sub(r"\ALog of train_gpt2.py.*\n", "", text))
-    starts = []  # settings
-    for header in parts[::2]:
-        pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", header, flags=re.M)
-        starts.append({name: ast.literal_eval(value) for name, value in pairs})
-    *resumed, last = parts[1::2]
-    require(all(body.endswith(source) for body in resumed), "another source")
-    require(len({start.get("seed") for start in starts}) == 1, "another seed")
+    starts = starts_in(text)
+    source, settings, last = starts[-1]
+    require(len({settings.get("seed") for _, settings, _ in starts}) == 1, "another seed")
     facts = {RENAMED_FACTS.get(name, name): value for name, value in FACT.findall(last)}
     facts |= SUMMARY.findall(last)
     names = ["train_gpt2.py", *re.findall(r"^source of (\S+):\n", source, flags=re.M)]
@@ -179,10 +191,11 @@ def read_starts(path, text):
     return Run(
         path=path,
         sources={name: text[:-1] for name, text in zip(names, texts)},  # drop the log's newline
-        settings=starts[-1],
+        settings=settings,
         facts=facts,
-        schedule=list(dict.fromkeys(start["num_iterations"] for start in starts)),
+        schedule=list(dict.fromkeys(settings["num_iterations"] for _, settings, _ in starts)),
         ended="val_loss" in facts or "\nresult " in last,  # in old logs
+        edited=len({source for source, _, _ in starts}) > 1,
     )
 
 
@@ -217,7 +230,7 @@ def read(path):
     except Exception:  # a damaged log can raise almost any type
         raise ValueError(
             f"{path} is not the log of a training run: it must hold the script's source and its "
-            f"hyperparameters, and if resumed, the same source and seed again"
+            f"hyperparameters, and if resumed, the same seed again"
         ) from None
     return run
 
