@@ -5,6 +5,7 @@ import os
 import re
 from types import SimpleNamespace
 
+import compare
 import pytest
 import report
 import runlog
@@ -132,7 +133,8 @@ def test_fault_10_steps_that_a_resume_repeats_are_replaced(tmp_path):
     assert run.val_loss == 2.5
 
 
-def test_the_starts_of_a_run_share_source_and_seed(tmp_path):
+def test_the_starts_of_a_run_share_a_seed(tmp_path):
+    """The script may have been edited between two of them, which the tools then say."""
     path = write_log(tmp_path / "a.txt", stopped_at=29)
     text = path.read_text()
     again = write_log(tmp_path / "b.txt", device="CPU two", target_val_loss=1.4).read_text()
@@ -141,10 +143,26 @@ def test_the_starts_of_a_run_share_source_and_seed(tmp_path):
     assert run.finished and run.facts["device"] == "CPU two"
     assert run.settings["target_val_loss"] == 1.4
     assert [step for step, _, _ in run.points["train"]] == list(range(1, 41))
-    for old, new in ("a script", "another"), ("seed=", "seed=1"):
-        path.write_text(text + again.replace(old, new))
-        with pytest.raises(ValueError, match="if resumed, the same source and seed again"):
-            runlog.read(path)
+    assert not run.edited and report.progress(run) == "40"
+    path.write_text(text + again.replace("a script", "another"))
+    run = runlog.read(path)
+    assert run.finished and run.edited and report.progress(run) == "40, script edited"
+    assert run.sources == {"train_gpt2.py": "print('another')"}
+    with pytest.raises(ValueError, match="the script was edited between two starts"):
+        compare.check_finished(run)
+    path.write_text(text + again.replace("seed=", "seed=1"))
+    with pytest.raises(ValueError, match="if resumed, the same seed again"):
+        runlog.read(path)
+
+
+def test_a_start_that_was_killed_in_its_header_does_not_count(tmp_path):
+    """An earlier script wrote its header in 47 pieces."""
+    whole = write_log(tmp_path / "a.txt").read_text()
+    path = tmp_path / "b.txt"
+    for cut in range(whole.index("torch:")):
+        path.write_text(whole[:cut].rsplit("\n", 1)[0] + "\n" + whole)
+        assert runlog.read(path).val_loss == 1.25
+        assert not runlog.read(path).edited
 
 
 # ---- Damaged logs -------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ LOG as for report.py. --n is the number of runs per side that was fixed before t
 there is no verdict, and the exit status is 0. With it, the verdict is "Record" and status 0 if p is
 below 0.01, otherwise "No record" and status 1.
 
-The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, and groups whose settings,
-source or torch version vary. It also rejects sides that differ in data, validation tokens,
-sequence_length, hardware, number of processes or dtype. With --n, it also rejects a first
+The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, and groups whose
+settings, source or torch version vary. It also rejects sides that differ in data, validation
+tokens, sequence_length, hardware, number of processes or dtype. With --n, it also rejects a first
 group that read more tokens than the second. Losses are in nats per token.
 """
 
@@ -40,7 +40,7 @@ def differences(a, b, ignored=MAY_VARY):
 
 
 def check_finished(run):
-    """Raise ValueError for a run without a result of its own: leaving it out would bias the mean."""
+    """Raise ValueError for a run without a valid result: leaving it out would bias the mean."""
     require(
         run.finished,
         f"{run.path} has no result, {run.fault} at step {run.last_step} of {run.num_iterations}: "

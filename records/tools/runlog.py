@@ -158,7 +158,7 @@ class Run:
 
 
 def starts_in(text):
-    """Return [(source, settings, body)] of the starts in a log. One without settings is left out.
+    """Return [(source, settings, body)] of the starts in a log, without those cut by a kill.
 
     A start is a title, the script's source (in old logs no title, but the sources of the files that
     it imports), its settings, then facts and points, and at the end a summary: the body.
@@ -172,7 +172,8 @@ def starts_in(text):
             starts.append((source, settings, body))
         # In an old log, the source of a resumed run ends the body before it.
         require(all(body.endswith(source) for body in pieces[1:-1:2]), "another source")
-    return [start for start in starts if "\ntorch:" in f"\n{start[2]}"]
+    needed = {"seed", "num_iterations", "batch_size", "sequence_length"}
+    return [start for start in starts if needed <= start[1].keys()]
 
 
 def read_starts(path, text):
