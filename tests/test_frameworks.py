@@ -159,7 +159,7 @@ def test_usual_position_ids_change_nothing_and_others_are_refused(model):
     for ids in torch.arange(20), torch.arange(20)[None], torch.arange(20).expand(2, 20):
         assert torch.equal(model.hf(tokens, position_ids=ids).logits, expected)
     for ids in torch.arange(20) + 1, 2 * torch.arange(20), torch.arange(20).flip(0):
-        with pytest.raises(ValueError, match="position_ids must be 0, 1, 2, ... from the first"):
+        with pytest.raises(ValueError, match="position_ids must be 0, 1, 2, "):
             model.hf(tokens, position_ids=ids)
     if model.hf.config.use_cache:
         first = model.hf(tokens[:, :12], position_ids=torch.arange(12), use_cache=True)

@@ -99,7 +99,7 @@ def places_of(is_token, position_ids, T):
     if position_ids is None:
         return counts, starts.long()
     position_ids = position_ids.expand(len(is_token), T)
-    if T == is_token.size(1):  # cached tokens belong to one document
+    if is_token.size(1) == T:  # cached tokens belong to one document
         starts = is_token & (position_ids == 0)
     places = counts - counts.where(starts, 0).cummax(1).values
     if not (position_ids == places[:, -T:])[is_token[:, -T:]].all():
@@ -295,7 +295,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         unknown = [name for name, value in others.items() if value is not None]
         if set(unknown) - {"cache_position"}:  # which transformers 4 passes, and the cache knows
             raise TypeError(f"forward() does not know the arguments {sorted(unknown)}")
-        if input_ids is None or inputs_embeds is not None:
+        if input_ids is None or inputs_embeds is not None:  # n-grams and value embeddings need ids
             raise ValueError(
                 "pass input_ids, not inputs_embeds: the model embeds ids several times"
             )
