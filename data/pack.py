@@ -16,7 +16,7 @@ file's relative path, or the text of a line, row or part, so added documents do 
 between the splits. If documents differ so much in size that this holds out less than half or more
 than twice the fraction of the tokens, documents are held out in the order of their hashes instead,
 except those that would exceed the fraction. If that is less than half of it, too, or if there are
-ten documents or fewer, the end of the whole text is held out.
+ten documents or fewer, the end of the whole text is held out. With --hash_only, sizes do not count.
 
 The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json, which `python
 data/shards.py DIR` verifies. The shards of an earlier pack are replaced after all text has been
@@ -423,7 +423,7 @@ def up_to(wanted, lengths, name_hashes):
     return chosen
 
 
-def choose(lengths, name_hashes, val_fraction):
+def choose(lengths, name_hashes, val_fraction, hash_only=False):
     """Return the training and the validation split, each as (N, 2) spans of positions."""
     ends = np.cumsum(lengths)
     spans = np.stack([ends - lengths, ends], axis=1)
@@ -433,7 +433,7 @@ def choose(lengths, name_hashes, val_fraction):
         by_hash = name_hashes < val_fraction * 2**32
         for held_out in by_hash, up_to(wanted, lengths, name_hashes):
             is_close = wanted / 2 <= lengths[held_out].sum() <= 2 * wanted
-            if is_close and held_out.any() and not held_out.all():
+            if (is_close or hash_only) and held_out.any() and not held_out.all():
                 return spans[~held_out], spans[held_out]
     # The fraction is one of the text, without the end-of-text token of each document.
     cut = num_documents + int((total - num_documents) * (1 - val_fraction))
@@ -521,7 +521,7 @@ def pack(args, staging):
     check_split_at(args.split_at, separators)
     if not len(lengths):
         raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs")
-    train, val = choose(lengths, name_hashes, args.val_fraction)
+    train, val = choose(lengths, name_hashes, args.val_fraction, args.hash_only)
     tokens = np.asarray(np.memmap(staging / "tokens", np.uint16, "r"))  # slices of it are faster
     manifest = {
         "encoding": args.encoding,
@@ -564,6 +564,7 @@ def parse_args(argv):
     add("--out", required=True, type=Path, help="folder for the shards")
     add("--encoding", default="bytes", help="bytes, gpt2 or another encoding of tiktoken")
     add("--val_fraction", default=0.1, type=float, help="fraction to hold out (0.1)")
+    add("--hash_only", action="store_true", help="hold out by the hash, whatever the size")
     add("--text_field", help="field of a JSON line or a parquet row (text)")
     add("--split_at", metavar="TEXT", help=f"split documents here, for example at '{END_OF_TEXT}'")
     add("--pattern", default="*", help="in folders, read only files whose names match")

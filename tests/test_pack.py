@@ -453,6 +453,18 @@ def test_a_large_file_among_small_ones_does_not_decide_the_fraction(large):
     assert again == (found, held_out)
 
 
+def test_with_hash_only_sizes_do_not_count():
+    """Then added documents never move others; the data of the CPU record are packed so."""
+    hashes = np.arange(100) * (2**32 // 100 + 1)
+    lengths = np.full(100, 10)
+    lengths[0] = 100_000
+    train, val = pack.choose(lengths, hashes, 0.1, hash_only=True)
+    assert len(val) == 10 and val[0].tolist() == [0, 100_000] and len(train) == 90
+    train, val = pack.choose(lengths, hashes, 0.1)
+    [[start, end]] = val.tolist()  # all other documents together are too few
+    assert end == 100_990 and (end - start) / end == pytest.approx(0.1, abs=1e-3)
+
+
 def test_added_documents_do_not_move_others_where_sizes_are_similar():
     lengths = np.random.default_rng(0).integers(500, 1500, 2000).tolist()
     names = [f"{i}" for i in range(2000)]
