@@ -46,6 +46,8 @@ from typing import Literal, get_args
 # This must be set before importing torch. An explicit OMP_WAIT_POLICY wins.
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C during the imports
 
 # Every log contains the source of this file. It is read before the slow imports, so that the log
 # shows the running code even if the file is edited right after launch.
@@ -964,12 +966,6 @@ def shard_size(path):
     return tokens
 
 
-def file_version(file):
-    """Return values that change when an open file is modified."""
-    status = os.fstat(file.fileno())
-    return status.st_size, status.st_mtime_ns
-
-
 class TokenStream:
     """The tokens of all shards that match a glob, laid end to end in name order, and repeated.
 
@@ -986,7 +982,7 @@ class TokenStream:
             raise UserError(f"no file matches {pattern!r}: {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
-        self.versions = [file_version(file) for file in self.files]
+        self.states = [os.fstat(file.fileno()) for file in self.files]
         self.ends = np.cumsum(self.sizes).tolist()  # positions in the stream
         self.total_tokens = self.ends[-1]
 
@@ -999,7 +995,8 @@ class TokenStream:
             path, file = self.paths[shard], self.files[shard]
             tokens_left = self.ends[shard] - start
             offset = HEADER_BYTES + 2 * (self.sizes[shard] - tokens_left)
-            if file_version(file) != self.versions[shard]:
+            before, now = self.states[shard], os.fstat(file.fileno())
+            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
                 raise UserError(f"{path} changed while in use: restore it and start again")
             file.seek(offset)
             part = np.fromfile(file, "<u2", min(count, tokens_left))
@@ -1247,8 +1244,7 @@ def evaluate(run):
     for x, y, rows in micro_batches(inputs, targets, run.micro_batch):
         total += run.model(x, y).double() * rows
     run.model.train()
-    sequences = run.args.val_tokens // run.args.sequence_length
-    return sum_over_ranks(total).item() / sequences
+    return sum_over_ranks(total).item() / (run.args.val_tokens // run.args.sequence_length)
 
 
 def validate(run):
