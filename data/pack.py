@@ -123,7 +123,7 @@ def explain_bytes(content):
     if name.startswith("in UTF"):
         return f"is {name}: `iconv -f {name[3:]} -t UTF-8 FILE > NEW` converts it"
     if name:
-        return f"is {name}: {save}"
+        return f"is {name}" if "Git LFS" in name else f"is {name}: {save}"
     if even + odd:
         return f"is not text (byte {content.index(0)} is NUL): {save}"
     text = content.decode(errors="surrogateescape")  # an invalid byte becomes a surrogate
@@ -212,7 +212,8 @@ def list_files(inputs, pattern, exclude, out):
                     else:
                         files.append((name, file))
             if len(files) == before:
-                left = f", or name one of those left out, {left_out[:3]}" if left_out else ""
+                here = [name for name in left_out if Path(name).is_relative_to(path)]
+                left = f", or name one of those left out, {here[:3]}" if here else ""
                 fix = f"give other inputs or --pattern{left}"
                 raise ValueError(f"no file matches {pattern!r} in {path}: {fix}")
         else:

@@ -126,6 +126,10 @@ print(tokenizer.decode(outputs[0], skip_special_tokens=True))
 
 `trust_remote_code=True` runs the Python file in this folder: read it first.
 
+Several texts may be padded or packed into a row, with `position_ids` that restart at 0. If
+`tie_word_embeddings` is true in config.json, `wte` is also the output head, `lm_head`, and peft
+cannot merge a LoRA of only one of them.
+
 The settings of the run:
 
 ```json

@@ -295,9 +295,9 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         unknown = [name for name, value in others.items() if value is not None]
         if set(unknown) - {"cache_position"}:  # which transformers 4 passes, and the cache knows
             raise TypeError(f"forward() does not know the arguments {sorted(unknown)}")
-        if input_ids is None or inputs_embeds is not None:  # n-grams and value embeddings need ids
+        if input_ids is None or inputs_embeds is not None:
             raise ValueError(
-                "pass input_ids, not inputs_embeds: the model embeds ids several times"
+                "pass input_ids: n-grams and value embeddings need ids, not embeddings"
             )
         if output_attentions or config.output_attentions:
             raise ValueError("attentions cannot be returned, because fused attention has none")
