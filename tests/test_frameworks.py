@@ -244,6 +244,20 @@ def test_padding_is_no_token_of_a_text_and_the_end_of_a_text_is_trained(model):
     assert config.pad_token_id == 255 and 255 in config.suppress_tokens
 
 
+def test_gradient_checkpointing_does_not_change_the_gradients(model):
+    tokens, gradients = random_tokens(2, 20), []
+    for is_checkpointed in False, True:
+        hf = copy.deepcopy(model.hf).requires_grad_(True).train()
+        if is_checkpointed:
+            hf.gradient_checkpointing_enable(dict(use_reentrant=False))
+        output = hf(tokens, labels=tokens)
+        output.loss.backward()
+        assert is_checkpointed == (output.past_key_values is None) or hf.config.is_modern
+        gradients.append([p.grad for p in hf.parameters()])
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_trainer_learns_the_same_from_padded_and_from_packed_documents(is_packed, model, tmp_path):
     pytest.importorskip("accelerate")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 from transformers.utils.versions import require_version
@@ -200,7 +201,7 @@ class MLP(nn.Module):
         return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
-class Block(nn.Module):
+class Block(GradientCheckpointingLayer):
     def __init__(self, config, layer):
         super().__init__()
         has_attention = layer != LayerRoles(config).skip_to
@@ -227,6 +228,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "wte.weight"}  # noqa: RUF012  # if the config ties them
     _no_split_modules = ("Block",)
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -318,9 +320,13 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"attention_mask must have the shape {(B, S)}, with 0 for padding")
         is_token = attention_mask.bool()
         places, documents = places_of(is_token, position_ids, T)
+        # A cache does not know where documents start, and blocks that are computed again for their
+        # gradients would fill it twice.
         is_packed = position_ids is not None and (documents > 1).any()
-        if use_cache and cache is None and not config.is_modern and not is_packed:
-            cache = transformers.DynamicCache()  # it does not know where documents start
+        is_recomputed = self.training and self.h[0].gradient_checkpointing
+        can_cache = not (config.is_modern or is_packed or is_recomputed)
+        if use_cache and cache is None and can_cache:
+            cache = transformers.DynamicCache()
         rates = frequencies(config).to(input_ids.device)
         positions = torch.arange(past, S, device=input_ids.device)
         angles = torch.outer(positions.float(), rates)
