@@ -122,7 +122,7 @@ pack_torch_sources() {
 print(*find_spec('torch').submodule_search_locations)")
         # version.py is the one file that differs between the CPU and the CUDA builds
         "$python" "$root/data/pack.py" "$folder" --pattern '*.py' --exclude version.py \
-            --encoding bytes --val_fraction 0.02 --skip_bad --out data/torch_sources
+            --encoding bytes --val_fraction 0.02 --hash_only --skip_bad --out data/torch_sources
     fi
     lists_record_data ||
         echo "warning: data/torch_sources differs from the record's data (torch is not 2.13.0?)," \

@@ -45,6 +45,8 @@ from typing import Literal, get_args
 # This must be set before importing torch. An explicit OMP_WAIT_POLICY wins.
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C during the imports
 
 # Every log contains the source of this file. It is read before the slow imports, so that the log
 # shows the running code even if the file is edited right after launch.
@@ -62,9 +64,10 @@ from torch.utils._pytree import tree_leaves
 
 
 # ---- Settings ------------------------------------------------------------------------------------
-def setting(default, help, role, modern=False):
-    """Return a field of Hyperparameters. modern: whether only --model=modern uses the setting."""
-    return dataclasses.field(default=default, metadata=dict(help=help, role=role, modern=modern))
+def setting(default, help, role, needs=""):
+    """Return a field of Hyperparameters. needs: another setting, without which it has no effect."""
+    help += f" (needs --{needs})" if needs else ""
+    return dataclasses.field(default=default, metadata=dict(help=help, role=role, needs=needs))
 
 
 # The role of a setting says what may change when a run loads a checkpoint or weights.
@@ -78,8 +81,8 @@ free = functools.partial(setting, role="free")  # may always change
 class Hyperparameters:
     """All settings of a run. Edit the defaults here, or pass --name=value on the command line.
 
-    A new setting needs only a type and a default: `my_setting: float = 1.0`. Its role is then
-    "training". Raises UserError if a value is not allowed (see check_settings).
+    A new setting needs only a default and a type (bool, int, float, str or a Literal), as in
+    `my_setting: float = 1.0`. Its role is "training". Raises UserError if a value is not allowed.
     """
 
     model: Literal["gpt2", "modern"] = architecture("gpt2", "gpt2: record 7; modern: later ideas")
@@ -87,30 +90,30 @@ class Hyperparameters:
     n_layer: int = architecture(12, "transformer blocks")
     n_head: int = architecture(6, "attention heads")
     n_embd: int = architecture(768, "channels")
-    window: int = architecture(0, "final window of long layers, in tokens; 0: none", modern=True)
-    document_token: int = architecture(50256, "first token of a document; with window", modern=True)
-    ngram_rows: int = architecture(0, "rows of the table of hashed n-grams; 0: none", modern=True)
-    max_ngram: int = architecture(2, "longest n-gram in tokens, at least 2", modern=True)
+    window: int = architecture(0, "final window of long layers, in tokens; 0: none", needs="model")
+    document_token: int = architecture(50256, "first token of a document", needs="window")
+    ngram_rows: int = architecture(0, "rows of the table of hashed n-grams; 0: none", needs="model")
+    max_ngram: int = architecture(2, "longest n-gram in tokens, at least 2", needs="ngram_rows")
 
-    seed: int = training(1337, "seed of the initial weights and of --shuffle")
+    seed: int = training(1337, "seed of initial weights, --shuffle and --ngram_dropout")
     dtype: Literal["auto", "bfloat16", "float32"] = training("auto", "dtype of matmuls")
     batch_size: int = training(512, "sequences per step, over all processes")
     sequence_length: int = training(1024, "tokens per sequence")
     num_iterations: int = growing(5100, "optimizer steps")
-    adamw_every: int = training(1, "steps between updates of AdamW and Adagrad", modern=True)
+    adamw_every: int = training(1, "steps between updates of AdamW and Adagrad", needs="model")
     learning_rate: float = training(0.0036, "learning rate of lm_head, and of wte in gpt2")
-    embedding_learning_rate: float = training(0.6, "... of embeddings", modern=True)
+    embedding_learning_rate: float = training(0.6, "... of embeddings", needs="model")
     ngram_learning_rate: float = training(
-        0.0, "... of n-grams, with Adagrad; 0: as embeddings, with AdamW", modern=True
+        0.0, "... of n-grams, with Adagrad; 0: as embeddings, with AdamW", needs="ngram_rows"
     )
     muon_learning_rate: float = training(0.00036, "... of the matrices of the blocks")
-    muon_weight_decay: float = training(0.0, "weight decay of Muon", modern=True)
+    muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
     muon_momentum: float = training(0.95, "momentum of Muon")
     muon_warmup_fraction: float = training(0.0, "part of the run in which momentum warms up")
     muon_cooldown_fraction: float = training(0.0, "final part in which momentum falls again")
     warmdown_fraction: float = training(1450 / 5100, "final part, with a linear decay of the rates")
     final_lr: float = training(0.0, "learning rates after the decay, relative to those before it")
-    ngram_dropout: float = training(0.0, "probability of dropping an n-gram", modern=True)
+    ngram_dropout: float = training(0.0, "probability of dropping an n-gram", needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at another offset")
     val_tokens: int = training(10485760, "tokens of val_files to validate on; 0: up to 2**18")
 
@@ -469,8 +472,8 @@ def attention_mask(documents, window_blocks):
     """Return a mask for causal attention within a document and a sliding window.
 
     documents: (B, T), the number of each token's document, ascending. window_blocks: scalar
-    tensor; a token sees its own block and the window_blocks - 1 blocks before it. Returns a
-    BlockMask on a GPU, if T is a multiple of BLOCK, and otherwise a bool tensor (B, 1, T, T).
+    tensor; a token sees its own block and the window_blocks - 1 blocks before it. Returns a bool
+    tensor (B, 1, T, T) or, while compiling for a GPU, a BlockMask if T is a multiple of BLOCK.
     """
 
     def visible(b, h, query, key):
@@ -479,7 +482,8 @@ def attention_mask(documents, window_blocks):
 
     B, T = documents.shape
     device = documents.device
-    if device.type == "cpu" or T % BLOCK != 0:
+    # Without compiling, FlexAttention would store all scores in float32.
+    if device.type == "cpu" or not torch.compiler.is_compiling() or T % BLOCK != 0:
         sequence = torch.arange(B, device=device)[:, None, None]
         position = torch.arange(T, device=device)
         return visible(sequence, 0, position[:, None], position)[:, None]  # (B, 1, T, T)
@@ -527,8 +531,8 @@ class ModernBlock(nn.Module):
 class NgramTable(nn.Module):
     """An embedding table of n-grams, indexed by hashes of the last 2, 3, ... max_ngram tokens.
 
-    The rows found for a position are summed; n-grams may share a row. While gradients are enabled,
-    n-grams are dropped with probability `dropout`, and the others are scaled up to compensate.
+    The rows found for a position are summed; n-grams may share a row. In training mode, n-grams are
+    dropped with probability `dropout`, and the others are scaled up to compensate.
     With Adagrad, the weight is float32, and its gradient is sparse unless the model is compiled.
     With AdamW, the weight has the given dtype, and its gradient is dense.
     """
@@ -537,6 +541,7 @@ class NgramTable(nn.Module):
         super().__init__()
         self.max_ngram = args.max_ngram
         self.dropout = args.ngram_dropout
+        self.register_buffer("seed", torch.tensor(args.seed), persistent=False)
         self.adagrad = args.ngram_learning_rate > 0
         dtype = torch.float32 if self.adagrad else dtype
         self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype))
@@ -554,7 +559,7 @@ class NgramTable(nn.Module):
         # torch.compile does not support sparse gradients.
         sparse = self.adagrad and not torch.compiler.is_compiling()
         rows = F.embedding(ngrams % len(self.weight), self.weight, sparse=sparse)
-        if self.dropout and torch.is_grad_enabled():
+        if self.dropout and self.training:
             scale = self.survives_dropout(ngrams, inputs) / (1 - self.dropout)
             rows = rows * scale[..., None].type_as(rows)
         return rows.sum(2)
@@ -562,11 +567,11 @@ class NgramTable(nn.Module):
     def survives_dropout(self, ngrams, inputs):
         """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
 
-        ngrams: hashes, of the same shape. The mask is a hash, too: of the n-gram and of the sum of
-        its sequence's tokens. Unlike random numbers, it depends neither on the number of ranks nor
-        on earlier batches. Within a sequence, all copies of an n-gram are kept or all are dropped.
+        ngrams: hashes, of the same shape. The mask hashes the n-gram, the sum of its sequence's
+        tokens and the seed. Unlike random numbers, it depends neither on the number of ranks nor on
+        earlier batches. Within a sequence, all copies of an n-gram are kept or all are dropped.
         """
-        salt = 2 * inputs.sum(1)[:, None, None] + 1  # odd, so that no bits of the n-gram are lost
+        salt = 2 * (inputs.sum(1)[:, None, None] + 1000003 * self.seed) + 1  # odd: loses no bits
         # Multiplicative hashing: the int64 product wraps around, and its highest bits are mixed
         # best. The multiplier is that of Knuth's MMIX generator.
         product = ngrams * salt * 6364136223846793005
@@ -980,41 +985,34 @@ HEADER_BYTES = 1024
 def shard_size(path):
     """Return the number of tokens in a shard. Raises UserError unless it is a complete shard."""
     if not os.path.isfile(path):  # a named pipe, for example, would block
-        raise UserError(
-            f"{path} is not a file: give a pattern of shards, such as data/mine/train_*.bin"
-        )
-    header = np.fromfile(path, "<i4", HEADER_BYTES // 4).tolist()
+        raise UserError(f"{path} is not a file: give a pattern such as data/mine/train_*.bin")
+    header = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     tokens, odd_bytes = divmod(os.path.getsize(path) - HEADER_BYTES, 2)
     expected = [20240520, 1, tokens] + [0] * (HEADER_BYTES // 4 - 3)
-    if tokens <= 0 or odd_bytes or header != expected:
-        fix = "download or pack it again; write_shard of data/shards.py converts other tokens"
+    if tokens <= 0 or odd_bytes or header.tolist() != expected:
+        fix = "download it (a Git LFS pointer by `git lfs pull`) or pack it again; write_shard of "
+        fix += f"data/shards.py converts other tokens. It begins with {header.tobytes()[:30]}"
         raise UserError(f"{path} is not a complete shard of tokens with the right header: {fix}")
     return tokens
-
-
-def file_version(path):
-    """Return values that change when a file is replaced or modified."""
-    status = os.stat(path)
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class TokenStream:
     """The tokens of all shards that match a glob, laid end to end in name order, and repeated.
 
-    Raises UserError if a shard is missing, incomplete or changed while in use, or if it holds a
-    token outside the vocabulary.
+    Only the file's name may be a pattern. Shards stay open, so they may be replaced. Raises
+    UserError if one is missing, incomplete, modified, or has a token outside the vocabulary.
     """
 
     def __init__(self, pattern, vocab_size):
         self.vocab_size = vocab_size
         folder, name = os.path.split(pattern)
-        if os.path.isdir(folder):  # its name may contain the special characters of patterns
-            folder = glob.escape(folder)
-        self.paths = sorted(glob.glob(os.path.join(folder, name)))
+        self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            raise UserError(f"no file matches {pattern!r}: run data/fineweb.py or data/pack.py")
+            fix = "run data/fineweb.py or data/pack.py, and use *, ? and [] only in the file's name"
+            raise UserError(f"no file matches {pattern!r}: {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
-        self.versions = [file_version(path) for path in self.paths]
+        self.files = [open(path, "rb") for path in self.paths]
+        self.states = [os.fstat(file.fileno()) for file in self.files]
         self.ends = np.cumsum(self.sizes).tolist()  # positions in the stream
         self.total_tokens = self.ends[-1]
 
@@ -1024,17 +1022,18 @@ class TokenStream:
         while count > 0:
             start %= self.total_tokens
             shard = bisect.bisect_right(self.ends, start)
-            path = self.paths[shard]
-            if file_version(path) != self.versions[shard]:
-                raise UserError(f"{path} changed while in use: restore it and start again")
+            path, file = self.paths[shard], self.files[shard]
             tokens_left = self.ends[shard] - start
             offset = HEADER_BYTES + 2 * (self.sizes[shard] - tokens_left)
-            part = np.fromfile(path, "<u2", min(count, tokens_left), offset=offset)
+            before, now = self.states[shard], os.fstat(file.fileno())
+            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                raise UserError(f"{path} changed while in use: restore it and start again")
+            file.seek(offset)
+            part = np.fromfile(file, "<u2", min(count, tokens_left))
             if part.max() >= self.vocab_size:
-                raise UserError(
-                    f"{path} holds token {part.max()}, but vocab_size={self.vocab_size}: pack all "
-                    "files with one encoding, or raise --vocab_size"
-                )
+                fix = "pack all files with one encoding, or raise --vocab_size"
+                found = f"token {part.max()}, but vocab_size={self.vocab_size}"
+                raise UserError(f"{path} holds {found}: {fix}")
             parts.append(part)
             start += len(part)
             count -= len(part)
@@ -1143,7 +1142,7 @@ def apply_schedule(model, optimizers, step, args):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_scale
-            if isinstance(optimizer, Muon):
+            if group["is_scheduled"]:
                 group["momentum"] = momentum_at(step, args)
                 # As in the public records, lr * weight_decay falls with the square of lr_scale.
                 group["weight_decay"] = group["initial_weight_decay"] * lr_scale
@@ -1152,7 +1151,7 @@ def apply_schedule(model, optimizers, step, args):
 
 
 def build_optimizers(model, args):
-    """Return the optimizers of a model. apply_schedule scales rates and Muon's weight decay."""
+    """Return the optimizers of a model. Each steps once in group["every"] steps, by default 1."""
     build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
     muon_options = dict(momentum=args.muon_momentum, dtype=model.dtype)
     muon_options |= dict(rank=get_rank(), world_size=get_world_size())
@@ -1162,7 +1161,9 @@ def build_optimizers(model, args):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-            group["initial_weight_decay"] = group["weight_decay"]
+            group["initial_weight_decay"] = group.get("weight_decay", 0.0)
+            # A replacement of Muon that is built with muon_momentum has Muon's schedules, too.
+            group["is_scheduled"] = group.get("momentum") == args.muon_momentum
     return optimizers
 
 
@@ -1197,13 +1198,13 @@ def modern_optimizers(model, args, muon_options):
     muon_options = muon_options | dict(
         weight_decay=args.muon_weight_decay, beta2=0.95, cautious=True
     )
-    optimizers = [
-        Muon(matrices, args.muon_learning_rate, **muon_options),
-        torch.optim.AdamW(adamw_groups, eps=1e-10, weight_decay=0, fused=True),
-    ]
+    muon = Muon(matrices, args.muon_learning_rate, **muon_options)
+    others = [torch.optim.AdamW(adamw_groups, eps=1e-10, weight_decay=0, fused=True)]
     if ngrams:
-        optimizers.append(torch.optim.Adagrad(ngrams, args.ngram_learning_rate))
-    return optimizers
+        others.append(torch.optim.Adagrad(ngrams, args.ngram_learning_rate))
+    for group in [group for optimizer in others for group in optimizer.param_groups]:
+        group["every"] = args.adamw_every
+    return [muon, *others]
 
 
 def micro_batches(inputs, targets, size):
@@ -1231,9 +1232,8 @@ def train_step(run, inputs, targets):
         micro_loss = run.model(x, y) * (rows / sequences)
         micro_loss.backward()
         loss += micro_loss.detach()
-    # The other optimizers run every adamw_every steps. Until then, their gradients add up.
-    all_are_due = (run.step + 1) % run.args.adamw_every == 0
-    due = [o for o in run.optimizers if isinstance(o, Muon) or all_are_due]
+    # The gradients of optimizers that are not due add up.
+    due = [o for o in run.optimizers if (run.step + 1) % o.param_groups[0].get("every", 1) == 0]
     sum_gradients(due)
     for optimizer in due:
         optimizer.step()
@@ -1259,12 +1259,13 @@ def sum_gradients(optimizers):
 @torch.no_grad()
 def evaluate(run):
     """Collective: return the mean loss on the validation tokens, the same on all ranks."""
+    run.model.eval()  # drops no n-grams
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     inputs, targets = inputs_and_targets(run.validation, run.device)
     for x, y, rows in micro_batches(inputs, targets, run.micro_batch):
         total += run.model(x, y).double() * rows
-    sequences = run.args.val_tokens // run.args.sequence_length
-    return sum_over_ranks(total).item() / sequences
+    run.model.train()
+    return sum_over_ranks(total).item() / (run.args.val_tokens // run.args.sequence_length)
 
 
 def validate(run):
@@ -1389,6 +1390,7 @@ def main(args, stop=None):
     had already finished.
     """
     run = set_up(args, stop or StopRequest())
+    run.log(f"training {type(run.model).__name__} with {run.facts['optimizers']}")
     claim_folder(run)
     if is_finished(run):
         run.log(f"{run.folder} holds the result of this run; nothing to do")
@@ -1444,7 +1446,9 @@ def save_and_stop(run):
 # ---- Machinery: command line ---------------------------------------------------------------------
 def check_settings(args):
     """Raise UserError unless the settings have the right types and ranges, and fit each other."""
-    zero_allowed = {"seed", "document_token", "ngram_rows", "val_tokens", "val_loss_every"}
+    fractions = "muon_warmup_fraction", "muon_cooldown_fraction", "warmdown_fraction", "final_lr"
+    limits = dict(seed=2**63, muon_momentum=1, ngram_dropout=1)
+    lowest = dict(seed=0, document_token=0, max_ngram=2, val_tokens=0, val_loss_every=0)
     for field in dataclasses.fields(args):
         name, value, choices = field.name, getattr(args, field.name), get_args(field.type)
         if choices and value not in choices:
@@ -1452,24 +1456,18 @@ def check_settings(args):
         types = (int, float) if field.type is float else field.type
         if not choices and not isinstance(value, types):
             raise UserError(f"{name}={value!r} must be of type {field.type.__name__}")
-        if field.type in (int, float):
-            # A default is always allowed.
-            low = min(field.default, 0 if field.type is float or name in zero_allowed else 1)
-            if not low <= value < math.inf:
-                raise UserError(f"{name}={value!r} must be finite and at least {low}")
-        if field.metadata.get("modern") and args.model != "modern" and value != field.default:
-            raise UserError(f"{name} can only be set with --model=modern")
-    fractions = "muon_warmup_fraction", "muon_cooldown_fraction", "warmdown_fraction", "final_lr"
-    for name in fractions:
-        if getattr(args, name) > 1:
-            raise UserError(f"{name}={getattr(args, name)} must be at most 1")
-    for name in ("muon_momentum", "ngram_dropout"):
-        if getattr(args, name) >= 1:
-            raise UserError(f"{name}={getattr(args, name)} must be less than 1")
+        if field.metadata and field.type in (int, float):  # a setting of one line has no limits
+            low = min(field.default, 0 if field.type is float else lowest.get(name, 1))
+            high = limits.get(name, math.inf if field.type is float else 2**31)
+            if not low <= value < high:
+                raise UserError(f"{name}={value!r} must be at least {low} and less than {high}")
+        needed = field.metadata.get("needs")
+        if needed and getattr(args, needed) in ("gpt2", 0) and value != field.default:
+            raise UserError(f"{name} has no effect with {needed}={getattr(args, needed)}")
+        if name in fractions and value > 1:
+            raise UserError(f"{name}={value} must be at most 1")
     if args.n_embd % (2 * args.n_head):
         raise UserError(f"n_embd={args.n_embd} must be divisible by 2 * n_head = {2 * args.n_head}")
-    if args.max_ngram < 2:
-        raise UserError("max_ngram must be at least 2; for no n-grams, pass --ngram_rows=0")
     for name in ("num_iterations", "save_every"):
         if getattr(args, name) % args.adamw_every:
             raise UserError(f"{name} must be a multiple of adamw_every={args.adamw_every}")
@@ -1499,14 +1497,15 @@ def parse_args(argv):
     """Return the Hyperparameters specified by arguments such as --n_layer=6."""
     given = vars(build_parser().parse_args(argv))  # only what was passed
     settings = vars(Hyperparameters()) | PRESETS[given.pop("preset")][1] | given
-    if settings["model"] == "gpt2":  # ignores what the preset sets for the modern model
-        for field in dataclasses.fields(Hyperparameters):
-            if field.metadata.get("modern") and field.name not in given:
-                settings[field.name] = field.default
+    for field in dataclasses.fields(Hyperparameters):
+        needed = field.metadata.get("needs")
+        if needed and settings[needed] in ("gpt2", 0) and field.name not in given:
+            settings[field.name] = field.default  # ignores what the preset sets for another model
     if "vocab_size" not in given:
         size = read_manifest(settings["train_files"]).get("vocab_size", settings["vocab_size"])
-        # Rounded up for speed, unless it is as small as the 257 of bytes.
-        settings["vocab_size"] = size if size < 1024 else math.ceil(size / 128) * 128
+        if isinstance(size, int) and size > 1024:  # unless it is as small as the 257 of bytes
+            size = math.ceil(size / 128) * 128  # for speed
+        settings["vocab_size"] = size
     return Hyperparameters(**settings)
 
 
@@ -1545,7 +1544,7 @@ def build_parser():
             type={bool: boolean, int: int, float: float}.get(field.type, str),
             choices=get_args(field.type) or None,  # the values of a Literal
             metavar=str(field.default) or "''",  # --help shows the default here
-            help=text + (" (only modern)" if field.metadata.get("modern") else ""),
+            help=text,
         )
     return parser
 
@@ -1560,7 +1559,7 @@ def read_manifest(files):
         return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))  # TypeError for a number
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): repack the data, or remove it") from None
 
 
@@ -1686,8 +1685,8 @@ def compile_model(run):
     targets = torch.zeros_like(inputs)  # passing the same tensor twice compiles another graph
     try:
         with torch.no_grad():
-            run.model(inputs, targets)
-        loss = run.model(inputs, targets)
+            run.model.eval()(inputs, targets)
+        loss = run.model.train()(inputs, targets)
         loss.backward()
     except BackendCompilerFailed as error:
         cause = " ".join(str(error).split())
@@ -1748,10 +1747,12 @@ def join_ranks(args):
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
             # After a restart by torchrun, the store still holds the keys of the earlier attempts.
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            if gpu and store.add(str(torch.cuda.get_device_properties(gpu).uuid), 1) > 1:
+                raise RuntimeError("another rank uses the same GPU")
             where = dict(store=store, rank=rank, world_size=world_size)
             dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
         except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
-            fix = "use torchrun, and check the network's settings"
+            fix = "use torchrun with one process per GPU, and check the network's settings"
             raise UserError(f"cannot join the other ranks ({error}): {fix}") from None
     if "RANK" not in os.environ:
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
@@ -1819,14 +1820,12 @@ class StopRequest:
         """Request a stop. A second signal, at least a second later, ends the process at once."""
         if not self.requested:
             self.requested, self.signal_time = True, time.monotonic()
-            if number == signal.SIGXCPU:
-                signal.signal(number, signal.SIG_IGN)  # the kernel repeats it every second
             # If stderr was closed at the start, descriptor 2 may be another file.
             if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
                 with contextlib.suppress(OSError):  # the terminal may be closed
                     os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
-        elif time.monotonic() - self.signal_time > 1:
-            # Within a second, one Ctrl-C may arrive from the terminal and from torchrun or run.sh.
+        elif time.monotonic() - self.signal_time > 1 and number != signal.SIGXCPU:
+            # One Ctrl-C may arrive twice within a second, and the kernel repeats SIGXCPU.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 

@@ -2,17 +2,21 @@
 
     python data/pack.py INPUT... --out DIR [--encoding bytes] [--val_fraction 0.1]
 
-An INPUT is a file or a folder, which is read recursively without following links to folders. Hidden
-files and folders, and the logs and weights of runs, are left out unless they are named. A .jsonl
-file holds one document per line and a .parquet file one per row (it needs pyarrow), both in the
-field --text_field. Any other file is one document in UTF-8. Files may end in .gz or .xz.
+An INPUT is a file, a folder, or - for standard input. Folders are read recursively. Hidden files
+and folders, links to folders, and the logs and weights of runs are left out unless they are named.
+A .jsonl file holds one document per line and a .parquet file one per row (it needs pyarrow), both
+in the field --text_field. Any other file is one document in UTF-8. Files may end in .gz or .xz.
 
 Documents keep the order of the inputs; the files of a folder are sorted by relative path. Each
 document starts with the end-of-text token. With --split_at TEXT, documents are split wherever TEXT
-occurs; TEXT and the whitespace around it are removed. A document is held out for validation if the
-hash of its name is below --val_fraction. The name is a file's relative path, or the text of a line,
-row or part, so added documents do not move others between the splits. If there are ten documents or
-fewer, or if the hash would leave a split empty, the end of the whole text is held out instead.
+occurs; TEXT and the whitespace around it are removed.
+
+A document is held out for validation if the hash of its name is below --val_fraction. The name is a
+file's relative path, or the text of a line, row or part, so added documents do not move others
+between the splits. If documents differ so much in size that this holds out less than half or more
+than twice the fraction of the tokens, documents are held out in the order of their hashes instead,
+except those that would exceed the fraction. If that is less than half of it, too, or if there are
+ten documents or fewer, the end of the whole text is held out. With --hash_only, sizes do not count.
 
 The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json, which `python
 data/shards.py DIR` verifies. The shards of an earlier pack are replaced after all text has been
@@ -36,6 +40,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +104,9 @@ SIGNATURES = {  # name of a format: pattern of the first bytes
 }  # fmt: skip
 
 
+WEB_PAGE = re.compile(rb"\s*<(!doctype|html)", re.IGNORECASE)
+
+
 def format_of(head):
     """Return the name of the format in SIGNATURES that a file's first bytes have, or ""."""
     matches = (name for name in SIGNATURES if re.match(SIGNATURES[name], head, re.DOTALL))
@@ -115,7 +123,7 @@ def explain_bytes(content):
     if name.startswith("in UTF"):
         return f"is {name}: `iconv -f {name[3:]} -t UTF-8 FILE > NEW` converts it"
     if name:
-        return f"is {name}: {save}"
+        return f"is {name}" if "Git LFS" in name else f"is {name}: {save}"
     if even + odd:
         return f"is not text (byte {content.index(0)} is NUL): {save}"
     text = content.decode(errors="surrogateescape")  # an invalid byte becomes a surrogate
@@ -146,7 +154,10 @@ class Document:
 
 
 def walk(folder, out):
-    """Yield (relative path, path) of files and hidden folders; skip out. Raises OSError."""
+    """Yield (relative path, path) of files, hidden folders and links to folders; skip out.
+
+    Raises OSError.
+    """
 
     def fail(error):
         raise error
@@ -155,16 +166,17 @@ def walk(folder, out):
         hidden = [name for name in folders if name.startswith(".")]
         visible = [name for name in folders if name not in hidden]
         folders[:] = [name for name in visible if Path(root, name).resolve() != out.resolve()]
-        for path in (Path(root, name) for name in names + hidden):
-            is_special = path.exists() and not (path.is_file() or path.is_dir())  # such as a pipe
-            if not is_special:  # a broken link fails when it is read
-                yield path.relative_to(folder).as_posix(), path
+        links = [name for name in folders if Path(root, name).is_symlink()]  # not followed
+        for path in (Path(root, name) for name in names + hidden + links):
+            yield path.relative_to(folder).as_posix(), path
 
 
 def is_left_out(path):
-    """Return whether a file or folder in a folder is hidden, or a log or weights of a run."""
+    """Return whether a path in a folder is hidden, not a file, or a log or weights of a run."""
     if path.name.startswith((".", "events.out.tfevents.")):
         return True
+    if path.exists() and not path.is_file():  # a link to a folder or a pipe, for example
+        return True  # but a broken link fails when it is read
     with contextlib.suppress(OSError), open(path, "rb") as file:
         head = file.read(len(LOG_TITLE))
         return head == LOG_TITLE or (path.suffix == ".pt" and head.startswith(b"PK"))
@@ -174,10 +186,15 @@ def is_left_out(path):
 def list_files(inputs, pattern, exclude, out):
     """Return [(name, path)] of all input files, in order, and the paths that are left out.
 
-    Raises ValueError if there are none.
+    Raises ValueError if there are none, or if pattern or exclude has no effect.
     """
     files, left_out, unmatched = [], [], set(exclude)
+    if pattern != "*" and not any(map(os.path.isdir, inputs)):
+        raise ValueError(f"--pattern={pattern} is only for folders: leave it out, or name a folder")
     for path in map(Path, inputs):
+        if str(path) == "-":
+            files.append(("-", Path("/dev/stdin")))
+            continue
         if not path.exists():
             raise ValueError(f"{path} is neither a file nor a folder: give one that exists")
         if not (path.is_file() or path.is_dir()):  # reading a pipe would hang
@@ -185,20 +202,24 @@ def list_files(inputs, pattern, exclude, out):
         if path.resolve() == out.resolve():
             raise ValueError(f"--out={out} is an input, too: give another folder")
         if path.is_dir():
+            before = len(files)
             for name, file in sorted(walk(path, out)):
                 unmatched.discard(name)
-                if file.match(pattern) and name not in exclude:
+                is_link = file.is_symlink() and file.is_dir()  # which may hold files that match
+                if (file.match(pattern) or is_link) and name not in exclude:
                     if is_left_out(file):
                         left_out.append(str(file))
                     else:
                         files.append((name, file))
+            if len(files) == before:
+                here = [name for name in left_out if Path(name).is_relative_to(path)]
+                left = f", or name one of those left out, {here[:3]}" if here else ""
+                fix = f"give other inputs or --pattern{left}"
+                raise ValueError(f"no file matches {pattern!r} in {path}: {fix}")
         else:
             files.append((path.name, path))
     if unmatched:
         raise ValueError(f"--exclude {sorted(unmatched)}: no such files; give their relative paths")
-    if not files:
-        left = f", or name one of those left out, {left_out[:3]}" if left_out else ""
-        raise ValueError(f"no file matches {pattern!r}: give other inputs or --pattern{left}")
     return files, left_out
 
 
@@ -259,22 +280,48 @@ READERS = {
 }
 
 
-def read_documents(file, path, text_field="text", split_at=None):
-    """Yield the Documents of a file. If reading fails midway, the last one has that fault."""
+def endings_of(file):
+    """Return the endings of a file's name in lower case: (".jsonl", ".gz"), or (".txt", "")."""
     base, compression = os.path.splitext(file)
-    compression = compression.lower()
-    source = shlex.quote(str(path))  # for a command in bash
-    if compression in OPEN:
-        source = f"<({'gzip' if compression == '.gz' else 'xz'} -dc {source})"
-    else:
+    if compression.lower() not in OPEN:
         base, compression = file, ""
-    ending = os.path.splitext(base)[1].lower()
+    return os.path.splitext(base)[1].lower(), compression.lower()
+
+
+def check_text_field(text_field, files):
+    """Return the field to read. Raises ValueError if one is given (not None) without effect."""
+    if text_field is not None and not any(endings_of(name)[0] in READERS for name, _ in files):
+        raise ValueError(
+            f"--text_field={text_field} is only for {', '.join(READERS)}: leave it out"
+        )
+    return "text" if text_field is None else text_field
+
+
+def check_split_at(split_at, separators):
+    """Raise ValueError if a separator is given that occurs nowhere. separators: a Counter."""
+    if split_at is not None and not separators[split_at]:
+        raise ValueError(f"--split_at {split_at!r} occurs in no text: correct it, or leave it out")
+
+
+def read_documents(file, path, text_field="text", split_at=None, separators=None):
+    """Yield the Documents of a file. If reading fails midway, the last one has that fault.
+
+    separators: a Counter, to which the occurrences of split_at are added.
+    """
+    ending, compression = endings_of(file)
+    source = shlex.quote(str(path))  # for a command in bash
+    if compression:
+        source = f"<({'gzip' if compression == '.gz' else 'xz'} -dc {source})"
     reader = READERS.get(ending, read_text)
     line = 0  # the last that was read
     try:
         with OPEN.get(compression, open)(path, "rb") as content:
-            head = b"" if reader is read_rows else content.peek(300)
-            rows = [(1, head)] if format_of(head) else reader(content, text_field)
+            head = content.peek(300)
+            if reader is not read_text and WEB_PAGE.match(head):
+                raise ValueError("it is a web page, so download the file itself")
+            is_parquet = reader is read_rows and head.startswith(b"PAR1")
+            is_other = format_of(head) and not is_parquet
+            rows = [(1, head)] if is_other else reader(content, text_field)
             for line, text in rows:
                 place = f"{file}:{line}"
                 fault = fault_of(text, text_field)
@@ -286,6 +333,8 @@ def read_documents(file, path, text_field="text", split_at=None):
                 elif split_at is None:
                     yield Document(place, text, file if reader is read_text else text, "")
                 else:
+                    if separators is not None:
+                        separators[split_at] += text.count(split_at)
                     for part in filter(None, map(str.strip, text.split(split_at))):
                         yield Document(place, part, part, "")
     except ImportError:
@@ -362,14 +411,31 @@ def tokenize(documents, encoding, file, skip_bad):
 
 
 # ---- Layout: from one file of tokens to shards ---------------------------------------------------
-def choose(lengths, name_hashes, val_fraction):
+def up_to(wanted, lengths, name_hashes):
+    """Return a mask of documents with at most `wanted` tokens: in the order of their hashes.
+
+    Those that would exceed it are passed over.
+    """
+    chosen = np.zeros(len(lengths), bool)
+    for i in np.argsort(name_hashes, kind="stable").tolist():
+        if lengths[i] <= wanted:
+            chosen[i] = True
+            wanted -= lengths[i]
+    return chosen
+
+
+def choose(lengths, name_hashes, val_fraction, hash_only=False):
     """Return the training and the validation split, each as (N, 2) spans of positions."""
     ends = np.cumsum(lengths)
     spans = np.stack([ends - lengths, ends], axis=1)
-    held_out = name_hashes < val_fraction * 2**32
-    if len(name_hashes) > HASH_SPLIT_ABOVE and held_out.any() and not held_out.all():
-        return spans[~held_out], spans[held_out]
     total, num_documents = int(ends[-1]), len(lengths)
+    wanted = val_fraction * total
+    if num_documents > HASH_SPLIT_ABOVE:
+        by_hash = name_hashes < val_fraction * 2**32
+        for held_out in by_hash, up_to(wanted, lengths, name_hashes):
+            is_close = wanted / 2 <= lengths[held_out].sum() <= 2 * wanted
+            if (is_close or hash_only) and held_out.any() and not held_out.all():
+                return spans[~held_out], spans[held_out]
     # The fraction is one of the text, without the end-of-text token of each document.
     cut = num_documents + int((total - num_documents) * (1 - val_fraction))
     return np.array([[0, cut]]), np.array([[cut, total]])
@@ -445,18 +511,18 @@ def pack(args, staging):
     """Write the shards and manifest.json of all inputs into staging; return the manifest."""
     encoding = get_encoding(args.encoding)
     files, left_out = list_files(args.inputs, args.pattern, args.exclude, args.out)
+    text_field, separators = check_text_field(args.text_field, files), Counter()
     documents = (
         document
         for file in files
-        for document in read_documents(*file, args.text_field, args.split_at)
+        for document in read_documents(*file, text_field, args.split_at, separators)
     )
     with open(staging / "tokens", "wb") as file:
-        lengths, name_hashes, faults, separators = tokenize(
-            documents, encoding, file, args.skip_bad
-        )
+        lengths, name_hashes, faults, plain = tokenize(documents, encoding, file, args.skip_bad)
+    check_split_at(args.split_at, separators)
     if not len(lengths):
         raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs")
-    train, val = choose(lengths, name_hashes, args.val_fraction)
+    train, val = choose(lengths, name_hashes, args.val_fraction, args.hash_only)
     tokens = np.asarray(np.memmap(staging / "tokens", np.uint16, "r"))  # slices of it are faster
     manifest = {
         "encoding": args.encoding,
@@ -465,7 +531,7 @@ def pack(args, staging):
         "documents": len(lengths),
         "skipped": faults,
         "left_out": left_out,
-        "separators": separators,
+        "separators": plain,
         "train": write_split(staging, "train", 1, shard_arrays(tokens, train)),
         "val": write_split(staging, "val", 0, shard_arrays(tokens, val)),
     }
@@ -499,7 +565,8 @@ def parse_args(argv):
     add("--out", required=True, type=Path, help="folder for the shards")
     add("--encoding", default="bytes", help="bytes, gpt2 or another encoding of tiktoken")
     add("--val_fraction", default=0.1, type=float, help="fraction to hold out (0.1)")
-    add("--text_field", default="text", help="field of a JSON line or a parquet row")
+    add("--hash_only", action="store_true", help="hold out by the hash, whatever the size")
+    add("--text_field", help="field of a JSON line or a parquet row (text)")
     add("--split_at", metavar="TEXT", help=f"split documents here, for example at '{END_OF_TEXT}'")
     add("--pattern", default="*", help="in folders, read only files whose names match")
     add("--exclude", default=[], nargs="*", help="relative paths to leave out")
@@ -519,22 +586,27 @@ def main(argv=None):
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: too many threads
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             error = f"{args.out} has no space for the tokens (twice, while it is packed): free some"
-        sys.exit(f"data/pack.py: {error}")
+        sys.exit(
+            f"data/pack.py: {error}".replace("\n", " ")
+        )  # a file's name may have several lines
     except KeyboardInterrupt:
         os.write(2, b"data/pack.py: stopped; run the same command to start over\n")
         sys.exit(130)
     skipped = len(manifest["skipped"])
     print(f"{manifest['documents']:,} documents in {args.encoding}; {skipped:,} skipped")
     if left_out := len(manifest["left_out"]):
-        print(f"left out: {left_out:,} (hidden, or a log or weights of a run; see manifest.json)")
+        kinds = "hidden, a link to a folder, or a log or weights of a run"
+        print(f"left out: {left_out:,} ({kinds}; see manifest.json)")
     if separators := manifest["separators"]:
         print(
             f"warning: the texts contain {END_OF_TEXT} {separators:,} times, packed as plain text; "
             f"--split_at '{END_OF_TEXT}' splits them into documents there"
         )
+    total = manifest["train"]["tokens"] + manifest["val"]["tokens"]
     for split in "train", "val":
         part = manifest[split]
-        print(f"{split}: {part['tokens']:,} tokens, {len(part['sha256'])} shards")
+        share = f"{part['tokens'] / total:.1%} of all"
+        print(f"{split}: {part['tokens']:,} tokens ({share}), {len(part['sha256'])} shards")
 
 
 if __name__ == "__main__":

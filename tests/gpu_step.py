@@ -142,15 +142,21 @@ def compare_with_eager(args):
     given = {"l_inputs_": inputs, "l_targets_": targets}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         given[f"l_self_{name.replace('.', '_')}_"] = tensor
-    # torch.compile names an input l_self_modules_h_modules_0_..._parameters_weight_, for example.
-    names = [re.sub("(modules|parameters|buffers)_", "", name) for name in forward.inputs]
-    values = [given[name].detach() for name in names]
-    [validation_loss] = runnable(validation)(list(values))
-    loss, *saved = runnable(forward)(list(values))
+
+    def names_of(graph):
+        # An input is called l_self_modules_h_modules_0_..._parameters_weight_, for example.
+        return [re.sub("(modules|parameters|buffers)_", "", name) for name in graph.inputs]
+
+    def values_of(graph):  # a validation has no seed of dropout
+        return [given[name].detach() for name in names_of(graph)]
+
+    names = names_of(forward)
+    [validation_loss] = runnable(validation)(values_of(validation))
+    loss, *saved = runnable(forward)(values_of(forward))
     gradients = runnable(backward)([*saved, torch.ones(())])
-    with torch.no_grad():  # disables dropout
-        pairs = {"validation": (validation_loss, model(inputs, targets))}
-    exact = model(inputs, targets)
+    with torch.no_grad():
+        pairs = {"validation": (validation_loss, model.eval()(inputs, targets))}
+    exact = model.train()(inputs, targets)
     exact.backward()
     pairs["loss"] = loss, exact
     for name, gradient in zip(names, gradients):

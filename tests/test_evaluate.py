@@ -163,6 +163,28 @@ def test_mistakes_are_one_sentence(arguments, sentence, tmp_path, capsys, monkey
     assert "\n" not in str(refused.value) and "| a.txt" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--split_at=x"], "--split_at has no effect without a TEXT"),
+        (["--text_field=x"], "--text_field has no effect without a TEXT"),
+        (["a.txt", "--split_at=zz"], "--split_at 'zz' occurs in no text"),
+        (["a.txt", "--text_field=x"], "--text_field=x is only for .jsonl"),
+    ],
+)
+def test_options_without_effect_are_refused(arguments, sentence, plain_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(ValueError, match=sentence):
+        evaluate.main([*arguments, f"--weights={plain_run}"])
+
+
+def test_a_shard_may_lie_in_a_folder_with_the_characters_of_a_pattern(plain_run, tmp_path, capsys):
+    shard = write_shard(tmp_path / "[v1]*" / "s[0].bin", [256, 97, 98, 99])
+    evaluate.main([str(shard), f"--weights={plain_run}"])
+    assert f"| {shard} | 3 |" in capsys.readouterr().out
+
+
 def test_the_command_reads_standard_input(plain_run):
     arguments = "-", "--device=cpu", f"--weights={plain_run}"
     done = run_tool("evaluate.py", *arguments, input="def f7(x):")

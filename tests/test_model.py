@@ -259,7 +259,8 @@ def test_which_optimizer_trains_the_ngrams():
 
 
 def test_without_rows_there_are_no_ngrams():
-    gpt, args = make_model(**{**MODERN, "ngram_rows": 0})
+    none = dict(ngram_rows=0, max_ngram=2, ngram_learning_rate=0.0)
+    gpt, args = make_model(**{**MODERN, **none})
     assert gpt.ngrams is None
     names = [type(optimizer).__name__ for optimizer in build_optimizers(gpt, args)]
     assert names == ["Muon", "AdamW"]
@@ -274,8 +275,9 @@ def test_dropout_keeps_its_fraction_of_the_ngrams_and_scales_them_up():
     assert {round(n, 4) for n in kept.unique().tolist()} == {0, 1, 2}
     for n, probability in enumerate([0.6**2, 2 * 0.6 * 0.4, 0.4**2]):
         assert kept.round().eq(n).float().mean().item() == pytest.approx(probability, abs=0.03)
-    with torch.no_grad():  # validation
-        assert (table(inputs) == 2).all()
+    assert (table.eval()(inputs) == 2).all()  # with gradients, too
+    with torch.no_grad():
+        assert not (table.train()(inputs) == 2).all()
 
 
 def test_dropout_depends_on_the_sequence_alone():
@@ -287,6 +289,19 @@ def test_dropout_depends_on_the_sequence_alone():
     other[:, -1] += 1
     changed = (table(inputs) != table(other)).any(-1)[:, :-1]  # only the mask can differ there
     assert 0.6 < changed.float().mean() < 0.9  # 3/4 if the two masks are independent
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 1000, 2**62])
+def test_dropout_depends_on_the_seed(seed):
+    """Two seeds drop independently, and the largest seeds do not overflow."""
+    inputs = torch.randint(256, (64, 64))
+    tables = [make_table(2, 997, dropout=0.5) for _ in range(2)]
+    nn.init.ones_(tables[0].weight)
+    tables[1].load_state_dict(tables[0].state_dict())  # which does not hold the seed
+    tables[0].seed.fill_(0)
+    tables[1].seed.fill_(seed)
+    first, second = (table(inputs)[..., 0] > 0 for table in tables)
+    assert (first & second).float().mean().item() == pytest.approx(0.25, abs=0.04)
 
 
 # ---- Keys and defaults --------------------------------------------------------------------------

@@ -341,6 +341,138 @@ def test_mistakes_are_refused(tmp_path, monkeypatch, arguments, sentence):
     assert all_files(tmp_path / "out") == {"b": b"b"}
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
+PAGE = b"\n<!doctype HTML>\n<html><body>Not found</body></html>\n"
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".jsonl", ".jsonl.gz", ".ndjson"])
+@pytest.mark.parametrize("content, kind", [(LFS_POINTER, "a Git LFS pointer"), (PAGE, "web page")])
+def test_what_stands_in_for_a_download_is_named(content, kind, ending, tmp_path, monkeypatch):
+    """It is a small text file under the name of the data."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # is not needed to see that
+    path = tmp_path / f"data{ending}"
+    path.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
+    assert kind in refusal(tmp_path / "out", path)
+
+
+def test_a_web_page_can_be_a_text(tmp_path):
+    (tmp_path / "page.html").write_bytes(PAGE)
+    assert packed(tmp_path / "out", tmp_path / "page.html")["documents"] == 1
+
+
+EFFECTLESS = [
+    (("a.txt", "--split_at", "||"), "--split_at '||' occurs in no text"),
+    (("texts", "--split_at", "\\n\\n"), r"--split_at '\\n\\n' occurs in no text"),
+    (("a.txt", "--text_field", "body"), "--text_field=body is only for .jsonl"),
+    (("texts", "--text_field", "text"), "--text_field=text is only for .jsonl"),
+    (("a.txt", "--pattern", "*.md"), "--pattern=*.md is only for folders"),
+    (("texts", "more", "--pattern", "*.txt"), "no file matches '*.txt' in more"),
+    (("texts", "empty"), "no file matches '*' in empty"),
+    (("texts", "links"), "no file matches '*' in links: give other inputs or --pattern, or name"),
+]
+
+
+@pytest.mark.parametrize("arguments, sentence", EFFECTLESS)
+def test_options_and_inputs_without_effect_are_refused(arguments, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "a.txt", "texts/a.txt", "texts/b.txt", "more/c.md":
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("one | two\nthree")
+    for name in "empty", "links":
+        (tmp_path / name).mkdir()
+    (tmp_path / "links" / "texts").symlink_to(tmp_path / "texts")
+    assert sentence in refusal(tmp_path / "out", *arguments)
+    assert all_files(tmp_path / "out") == {}
+
+
+def test_links_to_folders_and_pipes_are_counted_as_left_out(tmp_path, capsys):
+    """Also if the pattern would not match the name of the link, since it may match files in it."""
+    source = tmp_path / "source"
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "b.txt").write_text("b")
+    source.mkdir()
+    (source / "a.txt").write_text("a")
+    (source / "link").symlink_to(tmp_path / "target")
+    (source / "file.txt").symlink_to(tmp_path / "target" / "b.txt")  # is read
+    os.mkfifo(source / "pipe.txt")
+    manifest = packed(tmp_path / "out", source, "--pattern", "*.txt")
+    assert manifest["documents"] == 2
+    assert manifest["left_out"] == [str(source / "link"), str(source / "pipe.txt")]
+    assert "left out: 2 (hidden, a link to a folder," in capsys.readouterr().out
+
+
+def test_standard_input_is_packed_as_one_document(tmp_path):
+    command = [sys.executable, ROOT / "data" / "pack.py", "-", "--out", tmp_path / "out"]
+    done = subprocess.run(command, input=b"some text", capture_output=True)
+    assert done.returncode == 0 and b"10.0% of all" in done.stdout, done
+    assert split_documents(tmp_path / "out", "train") == [b"some tex"]
+
+
+def test_a_message_has_one_line_even_if_a_name_has_two(tmp_path):
+    (tmp_path / "a\nb.jsonl").write_text("{}\n")
+    assert "a b.jsonl:1 has no string field" in refusal(tmp_path / "out", tmp_path / "a\nb.jsonl")
+
+
+# ---- The fraction that is held out ---------------------------------------------------------------
+def held_out_fraction(lengths, fraction, names=None):
+    """Return (held-out fraction of the tokens, the held-out documents, the two splits)."""
+    lengths = np.array(lengths)
+    names = names or [f"{i}" for i in range(len(lengths))]
+    hashes = [int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) for name in names]
+    train, val = pack.choose(lengths, np.array(hashes), fraction)
+    tokens = sum(end - start for start, end in val)
+    assert tokens + sum(end - start for start, end in train) == lengths.sum()
+    starts = dict(zip(np.cumsum(lengths) - lengths, names))
+    return tokens / lengths.sum(), {starts.get(start) for start, _ in val}
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kind", ["equal", "lognormal", "one large", "few"])
+def test_close_to_the_fraction_of_the_tokens_is_held_out(kind, seed, fraction):
+    generator = np.random.default_rng(seed)
+    lengths = {
+        "equal": np.full(400, 50),
+        "lognormal": np.exp(generator.normal(5, 2, 300)).astype(int) + 1,
+        "one large": np.append(generator.integers(1, 1000, 200), 200_000),
+        "few": generator.integers(1, 10_000, 11),
+    }[kind]
+    names = [f"{seed}/{i}" for i in range(len(lengths))]
+    found, _ = held_out_fraction(lengths, fraction, names)
+    assert fraction / 2 <= found <= 2 * fraction or abs(found - fraction) * lengths.sum() <= 400
+
+
+@pytest.mark.parametrize("large", range(30))
+def test_a_large_file_among_small_ones_does_not_decide_the_fraction(large):
+    """Its name may hash to either split."""
+    lengths = [100 + i for i in range(60)] + [200_000]
+    names = [f"{i}" for i in range(60)] + [f"large{large}"]
+    found, held_out = held_out_fraction(lengths, 0.1, names)
+    assert 0.05 <= found <= 0.2
+    again = held_out_fraction(lengths, 0.1, names)
+    assert again == (found, held_out)
+
+
+def test_with_hash_only_sizes_do_not_count():
+    """Then added documents never move others; the data of the CPU record are packed so."""
+    hashes = np.arange(100) * (2**32 // 100 + 1)
+    lengths = np.full(100, 10)
+    lengths[0] = 100_000
+    train, val = pack.choose(lengths, hashes, 0.1, hash_only=True)
+    assert len(val) == 10 and val[0].tolist() == [0, 100_000] and len(train) == 90
+    train, val = pack.choose(lengths, hashes, 0.1)
+    [[start, end]] = val.tolist()  # all other documents together are too few
+    assert end == 100_990 and (end - start) / end == pytest.approx(0.1, abs=1e-3)
+
+
+def test_added_documents_do_not_move_others_where_sizes_are_similar():
+    lengths = np.random.default_rng(0).integers(500, 1500, 2000).tolist()
+    names = [f"{i}" for i in range(2000)]
+    _, before = held_out_fraction(lengths[:1000], 0.1, names[:1000])
+    _, after = held_out_fraction(lengths, 0.1, names)
+    assert before == {name for name in after if int(name) < 1000}
+
+
 # ---- What is in the folder already --------------------------------------------------------------
 def test_a_file_system_without_locks_or_space_is_explained(tmp_path, monkeypatch, capsys):
     lines = write_lines(tmp_path / "a.jsonl", TEXTS)

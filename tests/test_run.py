@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
+    MODERN,
     ROOT,
     SCRIPT,
     both_dtypes,
@@ -132,11 +133,15 @@ def test_the_vocabulary_size_comes_from_the_manifest_of_packed_data(
         ("--batch_size=1.5", "invalid int value: '1.5'"),
         ("--compile=maybe", "invalid boolean value: 'maybe'"),
         ("--device=tpu", "invalid choice: 'tpu'"),
-        ("--batch_size=0", "batch_size=0 must be finite and at least 1"),
-        ("--learning_rate=nan", "learning_rate=nan must be finite and at least 0"),
-        ("--learning_rate=inf", "learning_rate=inf must be finite"),
-        ("--muon_momentum=1", "muon_momentum=1.0 must be less than 1"),
-        ("--window=128", "window can only be set with --model=modern"),
+        ("--batch_size=0", "batch_size=0 must be at least 1 and less than 2147483648"),
+        ("--learning_rate=nan", "learning_rate=nan must be at least 0 and less than inf"),
+        ("--learning_rate=inf", "learning_rate=inf must be at least 0 and less than inf"),
+        ("--muon_momentum=1", "muon_momentum=1.0 must be at least 0 and less than 1"),
+        ("--window=128", "window has no effect with model=gpt2"),
+        ("--ngram_dropout=0.5", "ngram_dropout has no effect with ngram_rows=0"),
+        (f"--seed={10**30}", f"seed={10**30} must be at least 0 and less than {2**63}"),
+        (f"--n_embd={2**63}", f"n_embd={2**63} must be at least 1 and less than {2**31}"),
+        (f"--vocab_size={2**63}", "must be at least 1 and less than 2147483648"),
         ("--final_lr=2", "final_lr=2.0 must be at most 1"),
         ("--warmdown_fraction=1.5", "warmdown_fraction=1.5 must be at most 1"),
         ("--n_head=5", "n_embd=768 must be divisible by 2 * n_head = 10"),
@@ -153,13 +158,66 @@ def test_invalid_settings_are_rejected(argument, sentence):
         parse_args([argument])
 
 
+def test_what_a_preset_sets_is_ignored_where_it_has_no_effect():
+    """An ablation or another model then has the same settings as without the preset."""
+    args = parse_args(["--preset=text", "--ngram_rows=0"])
+    assert (args.max_ngram, args.ngram_dropout, args.ngram_learning_rate) == (2, 0.0, 0.0)
+    args = parse_args(["--preset=modern", "--model=gpt2"])
+    assert (args.window, args.ngram_rows, args.adamw_every, args.n_layer) == (0, 0, 1, 11)
+    with pytest.raises(UserError, match="max_ngram has no effect with ngram_rows=0"):
+        parse_args(["--preset=text", "--ngram_rows=0", "--max_ngram=4"])
+
+
+ODD_SIZES = ['"257"', "null", "[1]", "1e99", str(10**23), "NaN", "Infinity", "-1", "{}"]
+
+
+@pytest.mark.parametrize("size", [*ODD_SIZES, "[" * 100_000])
+def test_an_odd_manifest_is_refused_in_one_sentence(size, tmp_path):
+    (tmp_path / "manifest.json").write_text(f'{{"vocab_size": {size}}}')
+    with pytest.raises(UserError, match=r"vocab_size|manifest\.json is damaged"):
+        parse_args([f"--train_files={tmp_path}/train_*.bin"])
+
+
+BEGINNINGS = {
+    "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n",
+    "page": b"<!DOCTYPE html><html><head><title>404</title></head></html>" * 30,
+    "archive": b"PK\x03\x04" + bytes(3000),
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("content", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_a_file_that_is_no_shard_is_refused_with_its_beginning(content, tiny, tmp_path):
+    (tmp_path / "train_1.bin").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        train_gpt2.main(Hyperparameters(**tiny))
+    assert "train_1.bin is not a complete shard" in str(error.value)
+    assert f"It begins with {content[:30]}" in str(error.value) and "git lfs pull" in str(
+        error.value
+    )
+
+
+def test_a_folder_that_is_being_packed_is_refused_even_as_a_pattern(tiny, tmp_path):
+    folder = tmp_path / "one"
+    folder.mkdir()
+    for path in tmp_path.glob("*.bin"):
+        path.rename(folder / path.name)
+    (folder / ".pack").mkdir()
+    for files in folder / "train_*.bin", tmp_path / "*" / "train_*.bin":
+        with pytest.raises(UserError, match=r"is being packed|no file matches"):
+            train_gpt2.main(Hyperparameters(**{**tiny, "train_files": str(files)}))
+
+
 def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
     """It is parsed, logged, saved and compared on resume, even without a help text."""
-    copy = tmp_path / "copy.py"
+    copy = tmp_path / "edited.py"
     check = "\n    def __post_init__(self):\n        check_settings(self)"
     source = SCRIPT.read_text().replace(check, "    my_knob: float = 1.0\n" + check)
     copy.write_text(source)
     fields = {**tiny, "run_id": "knob", "my_knob": 2.5, "save_every": 3}
+    trained({**fields, "run_id": "negative", "my_knob": -1.0}, script=copy)  # any value is allowed
+    help_text = subprocess.run([sys.executable, copy, "--help"], capture_output=True, text=True)
+    assert "--my_knob 1.0" in help_text.stdout
     trained(fields, script=copy)
     log = (tmp_path / "logs" / "knob.txt").read_text()
     assert source in log and "\nhyperparameter my_knob=2.5\n" in log
@@ -274,12 +332,22 @@ def test_the_process_group_is_bound_to_the_gpu(tiny, monkeypatch):
     gpu = torch.device("cuda", 1)
     monkeypatch.setattr(train_gpt2, "choose_device", lambda args: gpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(set=device))
-    monkeypatch.setattr(dist, "rendezvous", lambda *a, **n: iter([(dist.HashStore(), 1, 2)]))
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *a, **n: iter([(store, 1, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **n: asked.update(n, backend=a[0]))
+    gpus = iter(["GPU-a", "GPU-b", "GPU-b"])
+    properties = lambda device: SimpleNamespace(uuid=next(gpus))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setenv("RANK", "1")
-    chosen = train_gpt2.join_ranks(Hyperparameters(**tiny))
-    assert chosen == asked["set"] == asked["device_id"] == gpu
-    assert asked["backend"] == "nccl"
+    for _ in range(2):  # the launcher shows each rank another GPU
+        chosen = train_gpt2.join_ranks(Hyperparameters(**tiny))
+        assert chosen == asked["set"] == asked["device_id"] == gpu
+        assert asked["backend"] == "nccl"
+    with pytest.raises(UserError, match=r"another rank uses the same GPU.*one process per GPU"):
+        train_gpt2.join_ranks(Hyperparameters(**tiny))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    gpus = iter(["GPU-b"])
+    assert train_gpt2.join_ranks(Hyperparameters(**tiny)) == gpu  # after a restart by torchrun
 
 
 # ---- Training -----------------------------------------------------------------------------------
@@ -406,7 +474,8 @@ def test_log_and_weights(dtype, tiny, tmp_path, capsys):
         header += f"hyperparameter {name}={value!r}\n"
     assert text.startswith(header)
     shown = text.removeprefix(header)
-    assert capsys.readouterr().out == shown  # all but source and settings
+    first_line = "training GPT with Muon, AdamW\n"
+    assert capsys.readouterr().out == first_line + shown  # all but source and settings
     for pattern in (
         r"torch:\S+ commit:(\w{40}(-dirty)?)? device:.* processes:1 threads:\d+",
         f"matmul_dtype:{dtype} micro_batch:2 val_tokens:304",
@@ -605,3 +674,78 @@ def test_run_sh_trains_the_cpu_record_to_its_target(tmp_path):
     assert done.returncode == 0, done.stderr
     step, loss = validations(done.stdout)[-1]
     assert step == 34 and loss < 1.32
+
+
+# ---- Other optimizers ---------------------------------------------------------------------------
+class MyMuon(torch.optim.Optimizer):
+    """Somebody's replacement of Muon: sign descent with momentum. Counts its steps."""
+
+    def __init__(self, params, lr, **options):
+        super().__init__(params, dict(lr=lr, **options))
+        self.momenta, self.decays, self.steps = [], [], 0
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        for group in self.param_groups:
+            self.momenta.append(group.get("momentum"))
+            self.decays.append(group.get("weight_decay"))
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad.sign())
+
+
+def train_with(build, monkeypatch, settings, **changes):
+    """Train the modern model with build(matrices, lr) in place of Muon; return the optimizer."""
+    made = []
+
+    def build_here(matrices, lr, **options):
+        made.append(build(matrices, lr))
+        return made[-1]
+
+    class Replaced(train_gpt2.Muon):
+        def __new__(cls, *arguments, **options):
+            return build_here(*arguments, **options)
+
+    monkeypatch.setattr(train_gpt2, "Muon", Replaced)
+    modern = {**MODERN, "adamw_every": 2, "n_embd": 24} | changes
+    assert train_gpt2.main(Hyperparameters(**{**settings, **modern})) > 0
+    return made[0]
+
+
+def test_a_replacement_of_muon_steps_in_each_step_with_muons_schedules(tiny, monkeypatch):
+    """If it is built with the setting of Muon's momentum."""
+    schedule = dict(muon_warmup_fraction=0.5, final_lr=0.2, muon_weight_decay=3.0)
+    args = Hyperparameters(**{**tiny, **MODERN, **schedule})
+    options = dict(momentum=args.muon_momentum, weight_decay=args.muon_weight_decay)
+    mine = train_with(lambda p, lr: MyMuon(p, lr, **options), monkeypatch, tiny, **schedule)
+    assert mine.steps == 6
+    assert mine.momenta == [train_gpt2.momentum_at(step, args) for step in range(6)]
+    assert mine.decays == [3.0 * lr_scale_at(step, args) for step in range(6)]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p, lr: MyMuon(p, lr),  # its groups have only a learning rate
+        lambda p, lr: torch.optim.Rprop(p, lr),
+        lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, weight_decay=0.1),
+        lambda p, lr: torch.optim.Adafactor(p, lr),
+        lambda p, lr: torch.optim.Muon(p, lr),
+    ],
+    ids=["lr only", "Rprop", "SGD", "Adafactor", "torch.optim.Muon"],
+)
+def test_optimizers_of_others_keep_their_options(build, tiny, monkeypatch):
+    optimizer = train_with(build, monkeypatch, tiny)
+    [group] = optimizer.param_groups
+    assert group.get("momentum") in (None, 0.9, 0.95)
+    if isinstance(optimizer, torch.optim.SGD):
+        assert (group["momentum"], group["weight_decay"]) == (0.9, 0.1)
+
+
+@pytest.mark.parametrize("model", ["GPT", "ModernGPT"])
+def test_the_first_line_names_the_model_and_the_optimizers(model, tiny, capsys):
+    settings = {**tiny, **(MODERN if model == "ModernGPT" else {}), "n_embd": 24}
+    train_gpt2.main(Hyperparameters(**settings))
+    adagrad = ", Adagrad" if model == "ModernGPT" else ""
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert first_line == f"training {model} with Muon, AdamW{adagrad}"

@@ -1,5 +1,6 @@
 """sample.py generates text token by token; weights.py finds and loads the weights of a run."""
 
+import io
 import os
 import subprocess
 import sys
@@ -36,6 +37,29 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(plain_run, c
     arguments = ["", "--temperature=2", "--top_k=999", "--tokens=20"]
     first, again, other = (run(capsys, plain_run, *arguments, f"--seed={i}") for i in (1, 1, 2))
     assert first == again != other
+
+
+def test_a_lone_dash_reads_the_prompt_from_standard_input(plain_run, capsys, monkeypatch):
+    options = ["--tokens=20", "--seed=1", f"--weights={plain_run}"]
+    sample.main(["for i", *options])
+    expected = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("for i\n"))
+    sample.main(["-", *options])
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    "content, kind",
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
+        (b"<!DOCTYPE html>\n<html></html>", "a web page"),
+        (b"\x1f\x8b", "gzip data"),
+    ],
+)
+def test_a_file_that_stands_in_for_weights_is_named(content, kind, tmp_path):
+    (tmp_path / "model.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=f"model.pt is {kind}"):
+        weights.load(tmp_path / "model.pt")
 
 
 def test_picks_have_the_probabilities_of_the_softmax():

@@ -26,7 +26,8 @@ def test_tensorboard_reads_back_the_points_of_a_growing_log(tmp_path, monkeypatc
 
     monkeypatch.setattr(track, "time", SimpleNamespace(sleep=write_a_part))
     track.main([str(growing), "--tensorboard", str(tmp_path / "board")])
-    events = event_accumulator.EventAccumulator(str(tmp_path / "board"))
+    folder = tmp_path / "board" / tmp_path.name / "growing"
+    events = event_accumulator.EventAccumulator(str(folder))
     events.Reload()
     for kind, points in expected.points.items():
         sent = [(event.step, event.value) for event in events.Scalars(f"{kind}_loss")]
@@ -35,6 +36,29 @@ def test_tensorboard_reads_back_the_points_of_a_growing_log(tmp_path, monkeypatc
     assert dict(seconds) == {step: pytest.approx(0.007 * step) for step in range(41)}
     assert [step for step, _ in seconds] == sorted(step for step, _ in seconds)
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
+
+
+def test_a_tensorboard_folder_that_is_used_again_keeps_the_earlier_runs(tmp_path):
+    """Logs of one name in two folders are two runs. Sending a log again replaces what was sent."""
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    logs = [
+        tmp_path / "a" / "seed1.txt",
+        tmp_path / "a" / "seed2.txt",
+        tmp_path / "b" / "seed1.txt",
+    ]
+    for log in [*logs, logs[0]]:
+        log.parent.mkdir(exist_ok=True)
+        if not log.exists():
+            write_log(log)
+        track.main([str(log), "--tensorboard", str(tmp_path / "board")])
+    for log in logs:
+        folder = tmp_path / "board" / log.parent.name / log.stem
+        events = event_accumulator.EventAccumulator(str(folder))
+        events.Reload()
+        points = runlog.read(log).points["train"]
+        assert len(events.Scalars("train_loss")) == len(points)
 
 
 def test_wandb_writes_a_run_offline(tmp_path, monkeypatch):

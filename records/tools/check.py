@@ -10,7 +10,6 @@ Settings that it chooses must not be given.
 """
 
 import argparse
-import glob
 import json
 import math
 import os
@@ -111,9 +110,10 @@ def check_disk(args, weights, states):
 
 def check_shards(args):
     """Compare this rank's part of the shards with their known checksums."""
-    paths = [
-        Path(path) for files in (args.train_files, args.val_files) for path in glob.glob(files)
+    streams = [
+        train_gpt2.TokenStream(f, args.vocab_size) for f in (args.train_files, args.val_files)
     ]
+    paths = [Path(path) for stream in streams for path in stream.paths]
     known = json.loads((ROOT / "data" / "fineweb.json").read_text())["sha256"]
     for folder in {path.parent for path in paths}:
         known |= read_manifest(folder / "manifest.json")["shards"]

@@ -20,6 +20,7 @@ end-of-text token has no bytes.
 import glob
 import math
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +64,10 @@ def total_nats(gpt, tokens, T, stride):
 # ---- Texts --------------------------------------------------------------------------------------
 def read_shards(pattern, args, encoding, count=None):
     """Return the first `count` tokens (default: all) of the shards matching a glob, (N,) int32."""
-    shard = next(glob.iglob(pattern), pattern)  # the manifest is beside it
-    found = train_gpt2.read_manifest(shard).get("encoding", encoding.name)
+    found = train_gpt2.read_manifest(pattern).get("encoding", encoding.name)
     if found != encoding.name:
         raise UserError(
-            f"{shard!r} has the encoding {found}, and the model {encoding.name}: give a text, or "
+            f"{pattern!r} has the encoding {found}, and the model {encoding.name}: give a text, or "
             "shards of that encoding"
         )
     stream = TokenStream(pattern, args.vocab_size)
@@ -77,16 +77,17 @@ def read_shards(pattern, args, encoding, count=None):
 def read_text(name, args, encoding, options):
     """Return the tokens, (N,) int32, of a shard, what pack.py reads, or - for standard input."""
     if Path(name).is_file() and np.fromfile(name, "<i4", 1).tolist() == [SHARD_MAGIC]:
-        return read_shards(glob.escape(name), args, encoding)
-    files = [("-", "/dev/stdin")]
-    if name != "-":
-        files, _ = pack.list_files([name], "*", [], out=Path(os.devnull))  # there is no output
+        folder, file = os.path.split(name)
+        return read_shards(os.path.join(folder, glob.escape(file)), args, encoding)
+    files, _ = pack.list_files([name], "*", [], out=Path(os.devnull))  # there is no output
+    text_field, separators = pack.check_text_field(options.text_field, files), Counter()
     tokens = []
     for file in files:
-        for document in pack.read_documents(*file, options.text_field, options.split_at):
+        for document in pack.read_documents(*file, text_field, options.split_at, separators):
             tokens.append(pack.tokens_of(document, encoding).astype(np.int32))
             if document.fault:
                 raise UserError(f"{document.place} {document.fault}")
+    pack.check_split_at(options.split_at, separators)
     return torch.from_numpy(np.concatenate(tokens or [[]]))
 
 
@@ -129,7 +130,7 @@ def main(argv):
     add = parser.add_argument
     add("texts", nargs="*", metavar="TEXT", help="file, shard, or - for standard input")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"), help="default: auto")
-    add("--text_field", default="text", help="as for data/pack.py")
+    add("--text_field", help="as for data/pack.py")
     add("--split_at", help="as for data/pack.py")
     add("--stride", type=int, help="tokens from one window to the next (default: sequence_length)")
     options = parser.parse_intermixed_args(argv)  # texts and options in any order
@@ -140,6 +141,9 @@ def main(argv):
     if not 1 <= stride <= T:
         raise UserError(f"--stride={stride} must be from 1 to the model's sequence_length={T}")
     encoding = weights.encoding_of(state, args, options.encoding)
+    given = [name for name in ("text_field", "split_at") if getattr(options, name) is not None]
+    if given and not options.texts:
+        raise UserError(f"--{given[0]} has no effect without a TEXT: name one, or leave it out")
     texts = {name: read_text(name, args, encoding, options) for name in options.texts}
     if not texts:
         check_validation_data(state, args)

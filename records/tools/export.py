@@ -25,6 +25,8 @@ with packages():
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
 END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|padding|>"
+PADDING_BYTE = b"\xff"  # occurs in no text in UTF-8, so its token is free for PADDING
 PRIVATE = ("log_dir", "run_id", "resume", "init")  # settings that do not describe the model
 
 # These make save_pretrained copy the model's code and name it in config.json.
@@ -39,16 +41,18 @@ class PreTrainedTokenizerFast(transformers.PreTrainedTokenizerFast):
 
 def tokenizer_of(encoding, sequence_length):
     """Return a transformers tokenizer that gives the same ids as the tiktoken encoding."""
-    # The vocabulary lists the end-of-text token, which would otherwise get another id: the last.
+    # The vocabulary lists the special tokens, which would otherwise get other ids: the last.
     vocabulary = {**encoding._mergeable_ranks, END_OF_TEXT.encode(): encoding.eot_token}
-    converter = TikTokenConverter(pattern=encoding._pat_str, extra_special_tokens=[END_OF_TEXT])
+    vocabulary[PADDING.encode()] = vocabulary.pop(PADDING_BYTE)
+    special = [END_OF_TEXT, PADDING]
+    converter = TikTokenConverter(pattern=encoding._pat_str, extra_special_tokens=special)
     with patch("tiktoken.load.load_tiktoken_bpe", lambda file: vocabulary):  # reads no file
         tokenizer = converter.converted()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
+        pad_token=PADDING,  # trainers do not train on padding, but a model must learn to end
         padding_side="left",  # generation continues on the right
         model_max_length=sequence_length,
         model_input_names=["input_ids", "attention_mask"],
@@ -60,14 +64,15 @@ def model_of(gpt, args, encoding):
 
     Raises UserError if modeling_gpt2_speedrun.py lacks a parameter of the model.
     """
-    generation = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), encoding.eot_token)
-    generation["use_cache"] = args.model == "gpt2"
+    is_tied = args.model == "gpt2"
+    pad_token = encoding.encode_single_token(PADDING_BYTE)
+    generation = dict.fromkeys(("bos_token_id", "eos_token_id"), encoding.eot_token)
+    generation |= dict(pad_token_id=pad_token, use_cache=args.model == "gpt2")
     names = vars(args).keys() & GPT2SpeedrunConfig.__annotations__
     settings = {name: getattr(args, name) for name in names} | generation
-    config = GPT2SpeedrunConfig(**settings, tie_word_embeddings=False)  # 4.x's default is True
-    model = GPT2SpeedrunForCausalLM(config)
-    parameters = dict(gpt.named_parameters())
-    missing = parameters.keys() - dict(model.named_parameters()).keys()
+    model = GPT2SpeedrunForCausalLM(GPT2SpeedrunConfig(**settings, tie_word_embeddings=is_tied))
+    parameters = dict(gpt.named_parameters(remove_duplicate=False))  # with both names of a tied one
+    missing = parameters.keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     if missing:
         names = ", ".join(f"{name} {tuple(parameters[name].shape)}" for name in sorted(missing))
         raise weights.UserError(
@@ -75,8 +80,8 @@ def model_of(gpt, args, encoding):
             f"them as {type(gpt).__name__} in train_gpt2.py does"
         )
     model.load_state_dict(parameters)
-    padding = list(range(encoding.n_vocab, args.vocab_size)) or None  # ids that occur in no text
-    model.generation_config = transformers.GenerationConfig(**generation, suppress_tokens=padding)
+    unused = [pad_token, *range(encoding.n_vocab, args.vocab_size)]  # ids that occur in no text
+    model.generation_config = transformers.GenerationConfig(**generation, suppress_tokens=unused)
     return model
 
 
@@ -120,6 +125,10 @@ print(tokenizer.decode(outputs[0], skip_special_tokens=True))
 ```
 
 `trust_remote_code=True` runs the Python file in this folder: read it first.
+
+Several texts may be padded or packed into a row, with `position_ids` that restart at 0. If
+`tie_word_embeddings` is true in config.json, `wte` is also the output head, `lm_head`, and peft
+cannot merge a LoRA of only one of them.
 
 The settings of the run:
 

@@ -19,7 +19,8 @@ MAX_EPOCHS = 4  # times that a run reads its text
 VALIDATIONS = 4  # after the one at step 0; the last is at the end
 SEQUENCE_LENGTH = 256
 
-# Tuned learning rates for 64 steps (an earlier preset cpu) and for 1,040 (text), with 128 channels.
+# Rates that were tuned for 64 steps (an earlier preset cpu) and for 1,040 (an earlier preset text,
+# whose rates are those of today's), with 128 channels.
 FEW_STEPS, MANY_STEPS = 64, 1040
 RATES = {
     "learning_rate": (0.02, 0.004),

@@ -58,7 +58,7 @@ def write(ids, encoding):
 def main(argv):
     parser = weights.parser_for(__doc__)
     add = parser.add_argument
-    add("prompt", nargs="?", default="", help="what the text begins with")
+    add("prompt", nargs="?", default="", help="what the text begins with; -: standard input")
     add("--tokens", type=int, default=300, help="length limit of the text (default: 300)")
     add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
     add("--top_k", type=int, default=40, help="candidates for each token; 0: all (default: 40)")
@@ -75,14 +75,15 @@ def main(argv):
         # In short forward passes, threads wait for each other longer than they work.
         torch.set_num_threads(1)
     encoding = weights.encoding_of(state, settings, args.encoding)
-    prompt = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
+    text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+    prompt = [encoding.eot_token, *encoding.encode_ordinary(text)]
     generator = torch.Generator().manual_seed(args.seed)
 
     def choose(logits):
         return pick(logits, args.temperature, args.top_k, generator)
 
     print(f"{path}, seed {args.seed}", file=sys.stderr)
-    print(args.prompt, end="", flush=True)
+    print(text, end="", flush=True)
     T = settings.sequence_length
     write(generate(gpt, prompt, args.tokens, choose, T, encoding.n_vocab), encoding)
 

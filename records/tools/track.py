@@ -5,7 +5,8 @@
 
 It sends the losses, the training time and the hyperparameters. It stops when the log contains the
 result or is deleted, or on Ctrl-C. A step that a resumed run repeats is sent only once. If the tool
-is started again, it sends the whole log again.
+is started again, it sends the whole log again. TensorBoard shows each log as a run, under its name
+and that of its folder.
 """
 
 import contextlib
@@ -47,7 +48,10 @@ def main(argv):
         with packages():
             from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(options.tensorboard, purge_step=0, flush_secs=1) as writer:
+        # A folder of its own for each log, where a new call hides what an earlier one has sent.
+        path = options.log.resolve()
+        folder = Path(options.tensorboard, path.parent.name, path.stem)
+        with SummaryWriter(folder, purge_step=0, flush_secs=1) as writer:
             text = "\n".join(f"    {name}={value!r}" for name, value in run.settings.items())
             writer.add_text("hyperparameters", text)
             for step, values in points:

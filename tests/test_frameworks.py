@@ -1,0 +1,288 @@
+"""The exported model in transformers, accelerate and peft: each part is called as a module."""
+
+import copy
+from types import SimpleNamespace
+
+import export
+import modeling_gpt2_speedrun
+import pytest
+import torch
+import transformers
+import weights
+from conftest import small_state, write_weights
+
+BYTES = weights.pack.get_encoding("bytes")
+SIZES = dict(n_head=2, n_embd=16, sequence_length=512)
+MODELS = {
+    "gpt2": dict(n_layer=2),
+    "modern": dict(model="modern", n_layer=2, ngram_rows=50, max_ngram=4),
+    "windowed": dict(
+        model="modern", n_layer=8, window=300, document_token=256, ngram_rows=50, max_ngram=3
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    """An exported model with random weights, and the GPT that it must agree with."""
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    state = small_state(**SIZES | MODELS[request.param])
+    for tensor in state["model"].values():
+        tensor += 0.2 * torch.randn_like(tensor)
+    gpt, args, _ = weights.load(write_weights(folder / "model.pt", state), dtype=torch.float32)
+    export.model_of(gpt, args, BYTES).save_pretrained(folder)
+    model_class = modeling_gpt2_speedrun.GPT2SpeedrunForCausalLM
+    model = model_class.from_pretrained(folder).eval().requires_grad_(False)
+    return SimpleNamespace(hf=model, gpt=gpt.requires_grad_(False), folder=folder)
+
+
+def random_tokens(*shape):
+    """Return random bytes, which do not start a document."""
+    return torch.randint(250, shape, generator=torch.Generator().manual_seed(1))
+
+
+def largest_difference(a, b):
+    return (a - b).abs().max().item()
+
+
+# ---- Modules -------------------------------------------------------------------------------------
+def test_every_weight_matrix_belongs_to_a_module_that_is_called(model):
+    called = set()
+    hf = copy.deepcopy(model.hf)
+    for name, module in hf.named_modules():
+        module.register_forward_hook(lambda *_, name=name: called.add(name))
+    hf(random_tokens(1, 8))
+    for name, p in hf.named_parameters(remove_duplicate=False):
+        owner = hf.get_submodule(name.rpartition(".")[0])
+        assert name.rpartition(".")[0] in called
+        if p.ndim == 2:
+            assert isinstance(owner, (torch.nn.Linear, torch.nn.Embedding)), name
+
+
+def test_a_module_can_be_replaced(model):
+    """Quantization does this: the replacement need not have a weight."""
+
+    class Replacement(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.inner = [module]  # hides the weight
+
+        def forward(self, x):
+            return self.inner[0](x).roll(1, -1)
+
+    tokens = random_tokens(2, 20)
+    before = model.hf(tokens).logits
+    for name, module in model.hf.named_modules():
+        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            hf = copy.deepcopy(model.hf)
+            parent, _, attribute = name.rpartition(".")
+            setattr(hf.get_submodule(parent), attribute, Replacement(hf.get_submodule(name)))
+            assert largest_difference(hf(tokens).logits, before) > 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["cpu_offload", "disk_offload"])
+def test_accelerate_can_offload_the_weights(kind, model, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    tokens, hf = random_tokens(2, 20), copy.deepcopy(model.hf)
+    if kind == "cpu_offload":
+        accelerate.cpu_offload(hf, torch.device("cpu"))
+    else:
+        accelerate.disk_offload(hf, str(tmp_path), torch.device("cpu"))
+    assert all(p.device.type == "meta" for p in hf.parameters())
+    for _ in range(2):
+        assert largest_difference(hf(tokens).logits, model.gpt(tokens)) < 1e-5
+
+
+def targets_of(hf):
+    """Return the names of all linear layers and embeddings."""
+    kinds = torch.nn.Linear, torch.nn.Embedding
+    return [name for name, module in hf.named_modules() if isinstance(module, kinds)]
+
+
+def test_lora_on_any_matrix_changes_the_logits_as_its_merged_weights_do(model):
+    """That includes the head, the embeddings, the value embeddings and the n-gram table.
+
+    peft warns that a tied matrix has to be untied first, because merging would change both uses.
+    """
+    peft = pytest.importorskip("peft")
+    tokens = random_tokens(2, 20)
+    before = model.hf(tokens).logits
+    for name in targets_of(model.hf):
+        torch.manual_seed(0)
+        config, hf = peft.LoraConfig(target_modules=[name]), copy.deepcopy(model.hf)
+        config.init_lora_weights = False
+        if hf.config.tie_word_embeddings and name in ("wte", "lm_head"):
+            if name == "lm_head":
+                with pytest.warns(UserWarning, match="tie_word_embeddings=True"):
+                    peft.get_peft_model(copy.deepcopy(hf), config)
+            hf.lm_head.weight = torch.nn.Parameter(hf.wte.weight.clone())
+            hf.config.tie_word_embeddings = False
+        lora = peft.get_peft_model(hf, config).eval()
+        adapted = lora(tokens).logits.detach()
+        merged = lora.merge_and_unload()(tokens).logits.detach()
+        assert largest_difference(adapted, before) > 1e-3, name
+        assert largest_difference(adapted, merged) < 1e-4, name
+
+
+# ---- Arguments -----------------------------------------------------------------------------------
+def documents():
+    """Return tokens of three documents, of which the second one contains an end-of-text token."""
+    parts = list(random_tokens(1, 400).split([150, 200, 50], dim=1))
+    parts[1][0, 30] = 256
+    return parts
+
+
+def position_ids_of(parts):
+    return torch.cat([torch.arange(part.size(1))[None] for part in parts], dim=1)
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_packed_documents_do_not_see_each_other(padding, model):
+    """position_ids that restart at 0 begin a document, with padding before it or without."""
+    parts = documents()
+    tokens = torch.nn.functional.pad(torch.cat(parts, dim=1), (padding, 0))
+    ids = torch.nn.functional.pad(position_ids_of(parts), (padding, 0), value=1)
+    mask = (torch.arange(tokens.size(1)) >= padding).long()[None]
+    packed = model.hf(tokens, attention_mask=mask if padding else None, position_ids=ids)
+    assert packed.past_key_values is None  # a cache does not know where documents start
+    expected = torch.cat([model.gpt(part) for part in parts], dim=1)
+    assert largest_difference(packed.logits[:, padding:], expected) < 2e-5
+    together = model.hf(tokens, attention_mask=mask).logits[:, padding:]
+    assert largest_difference(together[:, :150], expected[:, :150]) < 2e-5
+    assert largest_difference(together[:, 150:], expected[:, 150:]) > 1e-2
+
+
+def test_usual_position_ids_change_nothing_and_others_are_refused(model):
+    tokens = random_tokens(2, 20)
+    expected = model.hf(tokens).logits
+    for ids in torch.arange(20), torch.arange(20)[None], torch.arange(20).expand(2, 20):
+        assert torch.equal(model.hf(tokens, position_ids=ids).logits, expected)
+    for ids in torch.arange(20) + 1, 2 * torch.arange(20), torch.arange(20).flip(0):
+        with pytest.raises(ValueError, match="position_ids must be 0, 1, 2, "):
+            model.hf(tokens, position_ids=ids)
+    if model.hf.config.use_cache:
+        first = model.hf(tokens[:, :12], position_ids=torch.arange(12), use_cache=True)
+        later, wrong = torch.arange(12, 20), torch.arange(8)
+        with pytest.raises(ValueError, match="after cached tokens, they must go on"):
+            model.hf(tokens[:, 12:], past_key_values=first.past_key_values, position_ids=wrong)
+        second = model.hf(tokens[:, 12:], past_key_values=first.past_key_values, position_ids=later)
+        assert largest_difference(second.logits, expected[:, 12:]) < 1e-5
+
+
+def test_what_the_model_cannot_do_is_refused(model):
+    hf, tokens = model.hf, random_tokens(2, 8)
+    refused = [
+        (dict(inputs_embeds=torch.zeros(2, 8, 16)), ValueError, "pass input_ids"),
+        (dict(output_attentions=True), ValueError, "attentions cannot be returned"),
+        (dict(attention_mask=torch.ones(2, 1, 8, 8)), ValueError, "must have the shape"),
+        (dict(attention_mask=torch.ones(2, 7)), ValueError, "must have the shape"),
+        (dict(attention_mask={"full_attention": None}), ValueError, "must have the shape"),
+        (dict(token_type_ids=tokens), TypeError, "token_type_ids"),
+        (dict(cu_seq_lens_q=torch.tensor([0, 4, 8])), TypeError, "cu_seq_lens_q"),
+        (dict(lables=tokens), TypeError, "lables"),
+    ]
+    for arguments, error, message in refused:
+        with pytest.raises(error, match=message):
+            hf(**dict(input_ids=tokens) | arguments)
+    with pytest.raises(ValueError, match="pass input_ids"):
+        hf(inputs_embeds=torch.zeros(2, 8, 16))
+    if hf.config.is_modern:
+        with pytest.raises(ValueError, match="vocabulary of a modern model cannot be resized"):
+            copy.deepcopy(hf).resize_token_embeddings(300)
+    else:
+        resized = copy.deepcopy(hf)
+        resized.resize_token_embeddings(300)
+        assert resized(tokens).logits.shape == (2, 8, 300)
+
+
+def test_tuples_hidden_states_and_some_logits_are_returned_on_request(model):
+    hf, tokens = model.hf, random_tokens(2, 8)
+    expected = hf(tokens)
+    assert torch.equal(hf(tokens, return_dict=False)[0], expected.logits)
+    loss, logits = hf(tokens, labels=tokens, return_dict=False, use_cache=False)
+    assert loss.ndim == 0 and torch.equal(logits, expected.logits)
+    states = hf(tokens, output_hidden_states=True).hidden_states
+    assert len(states) == hf.config.n_layer + 1 and expected.hidden_states is None
+    assert torch.equal(hf.logits(states[-1]), expected.logits)
+    some = hf(tokens, logits_to_keep=torch.tensor([2, 5])).logits
+    assert torch.equal(some, expected.logits[:, [2, 5]])
+    total = hf(tokens, labels=tokens, num_items_in_batch=7).loss
+    assert torch.isclose(total, hf(tokens, labels=tokens).loss * (2 * 7) / 7)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_from_padded_prompts_takes_the_most_likely_tokens(use_cache, model):
+    """generate passes position_ids, with 0 or 1 for padding, depending on the version."""
+    prompts = random_tokens(3, 30)
+    mask = (torch.arange(30) >= torch.tensor([[0], [7], [19]])).long()
+    options = dict(max_new_tokens=6, do_sample=False, use_cache=use_cache, suppress_tokens=None)
+    generated = model.hf.generate(prompts, attention_mask=mask, eos_token_id=-1, **options)
+    for row, start in enumerate((0, 7, 19)):
+        tokens = prompts[row : row + 1, start:]
+        for _ in range(6):
+            following = model.gpt(tokens)[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, following], dim=1)
+        assert torch.equal(generated[row, start:], tokens[0])
+
+
+# ---- Fine-tuning ---------------------------------------------------------------------------------
+is_old = transformers.__version__.startswith("4.")
+
+
+@pytest.mark.skipif(is_old, reason="transformers 4 reads the tokenizer, but 5 has to write it")
+def test_padding_is_no_token_of_a_text_and_the_end_of_a_text_is_trained(model):
+    tokenizer = export.tokenizer_of(BYTES, 512)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (255, 256)
+    texts = ["abc" + tokenizer.eos_token, "ÿ" + tokenizer.eos_token]
+    collate = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    batch = collate([tokenizer(text) for text in texts])
+    assert batch["labels"].tolist() == [[97, 98, 99, 256], [-100, 195, 191, 256]]
+    assert batch["input_ids"][1, 0] == 255 and batch["attention_mask"].sum() == 7
+    assert tokenizer.decode(batch["input_ids"][1], skip_special_tokens=True) == "ÿ"
+    config = model.hf.generation_config
+    assert config.pad_token_id == 255 and 255 in config.suppress_tokens
+
+
+def test_gradient_checkpointing_does_not_change_the_gradients(model):
+    tokens, gradients = random_tokens(2, 20), []
+    for is_checkpointed in False, True:
+        hf = copy.deepcopy(model.hf).requires_grad_(True).train()
+        if is_checkpointed:
+            hf.gradient_checkpointing_enable(dict(use_reentrant=False))
+        output = hf(tokens, labels=tokens)
+        output.loss.backward()
+        assert is_checkpointed == (output.past_key_values is None) or hf.config.is_modern
+        gradients.append([p.grad for p in hf.parameters()])
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_trainer_learns_the_same_from_padded_and_from_packed_documents(is_packed, model, tmp_path):
+    pytest.importorskip("accelerate")
+    parts = documents()
+    rows = [dict(input_ids=part[0].tolist(), labels=part[0].tolist()) for part in parts]
+    if is_packed:
+        collate = transformers.DataCollatorWithFlattening()
+    else:
+
+        def collate(rows):
+            ids = [torch.tensor(row["input_ids"]) for row in rows]
+            pad = torch.nn.utils.rnn.pad_sequence
+            mask = pad([torch.ones_like(row) for row in ids], True)
+            labels = pad(ids, True, -100)
+            return dict(input_ids=pad(ids, True), labels=labels, attention_mask=mask)
+
+    options = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=3, max_steps=1, learning_rate=0.0, use_cpu=True,
+        report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
+    )  # fmt: skip
+    hf = copy.deepcopy(model.hf).requires_grad_(True)
+    trainer = transformers.Trainer(hf, options, data_collator=collate, train_dataset=rows)
+    loss = trainer.train().training_loss
+    targets = sum(part.size(1) - 1 for part in parts)
+    if is_old and not is_packed:  # transformers 4 also counts the first label of each row
+        targets += len(parts)
+    total = sum(model.gpt(part[:, :-1], part[:, 1:]) * (part.size(1) - 1) for part in parts)
+    assert abs(loss - total.item() / targets) < 1e-4
