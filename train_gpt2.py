@@ -137,16 +137,20 @@ class Hyperparameters:
         check_settings(self)
 
 
-# Shared by the GPU presets of the modern model. Sources: records/2026-11-26_Modern_2026.
-MODERN_RECIPE = dict(
-    model="modern", n_layer=11, window=1728, ngram_rows=5 * 50304,
-    device_batch_size=1, num_iterations=1950, adamw_every=2,
-    warmdown_fraction=0.55, final_lr=0.15,
-    learning_rate=0.008,
-    # The public rates, 0.03 and for the MLP 0.06, and decay, 1.2 * 0.03, in the units of Muon here.
-    muon_learning_rate=0.03 / 768**0.5, muon_weight_decay=1.2 * 0.03 * 768**0.5,
-    muon_warmup_fraction=300 / 1950, muon_cooldown_fraction=50 / 1950,
-)  # fmt: skip
+def modern_recipe(width, **settings):
+    """Return the settings of a preset of the modern model; some follow from its width, n_embd.
+
+    Sources: records/2026-11-26_Modern_2026. The public rate of Muon, 0.03, and its decay, 1.2 times
+    the rate, are converted to the units here (see Muon). The public rate of the MLP, 0.06, follows.
+    """
+    return dict(
+        model="modern", n_layer=11, n_head=width // 128, n_embd=width, window=1728,
+        ngram_rows=5 * 50304, device_batch_size=1, num_iterations=1950, adamw_every=2,
+        warmdown_fraction=0.55, final_lr=0.15, learning_rate=0.008,
+        muon_learning_rate=0.03 / width**0.5, muon_weight_decay=1.2 * 0.03 * width**0.5,
+        muon_warmup_fraction=300 / 1950, muon_cooldown_fraction=50 / 1950,
+    ) | settings  # fmt: skip
+
 
 # --preset=NAME replaces defaults; settings on the command line override the preset.
 PRESETS = {
@@ -154,11 +158,20 @@ PRESETS = {
     "24gb": ("the same run on one 24 GB GPU", dict(device_batch_size=32)),
     "modern": (
         "the modern model on FineWeb, for eight 80 GB GPUs",
-        MODERN_RECIPE | dict(batch_size=8, sequence_length=32768),
+        modern_recipe(768, batch_size=8, sequence_length=32768),
     ),
     "modern_24gb": (
         "the modern model on one 24 GB GPU",
-        MODERN_RECIPE | dict(batch_size=16, sequence_length=16384),
+        modern_recipe(768, batch_size=16, sequence_length=16384),
+    ),
+    "small": (
+        "a small model of English for trying ideas: minutes on 2 CPU cores",
+        modern_recipe(
+            128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
+            vocab_size=2049, document_token=2048, ngram_rows=5 * 2048,  # gpt2-2048
+            n_layer=8, window=256, batch_size=8, sequence_length=512, device_batch_size=8,
+            num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
+        ),
     ),
     "cpu": (
         "the CPU record: trains in seconds on 2 cores; `bash run.sh` prepares its data",
@@ -1988,6 +2001,7 @@ def save(run, name, **more):
     path, partial = run.folder / name, run.folder / "partial"
     state = dict(format=FORMAT, run_id=run.args.run_id, step=run.step, val_loss=run.val_loss)
     state |= dict(hyperparameters=vars(run.args), facts=run.facts, source=digest(SOURCE))
+    state |= dict(threads=torch.get_num_threads())
     state |= dict(model=run.model.state_dict()) | more
     for value in tree_leaves(state):
         if isinstance(value, torch.Tensor) and not value.isfinite().all():
@@ -2046,7 +2060,10 @@ def read_pt(path):
         # After an error of the machine, the file may be undamaged. EINVAL comes from a damaged one.
         if isinstance(error, (OSError, MemoryError)) and getattr(error, "errno", 0) != errno.EINVAL:
             raise
-        raise UserError(f"{path} is damaged or not from train_gpt2.py ({error!r:.200})") from None
+        with open(path, "rb") as file:
+            start = file.read(30)  # shows a web page or a pointer of Git LFS
+        cause = f"{error!r:.200}; it begins with {start}"
+        raise UserError(f"{path} is damaged or not from train_gpt2.py ({cause})") from None
     if version != FORMAT:
         fix = "use the version of train_gpt2.py that wrote it"
         raise UserError(f"{path} has format {version}, not {FORMAT}: {fix}")
@@ -2149,6 +2166,9 @@ def load_checkpoint(run, path):
     if not is_own:
         del facts["initial_weights"]  # of the other run
     check_same(run, facts, state, path)
+    threads = state.get("threads", torch.get_num_threads())
+    if threads != torch.get_num_threads():
+        run.log(f"warning: with {threads} threads, as before, the results would be bit-identical")
     load_weights(run.model, state["model"], path)
     for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
         # The options in param_groups are those of this script, not of the checkpoint.

@@ -49,7 +49,7 @@ sys.path.append(str(Path(__file__).resolve().parent))  # Python adds it only wit
 try:
     import numpy as np
     import tiktoken
-    from shards import SHARD_MAGIC, read_manifest, write_shard
+    from shards import SHARD_HEADER, SHARD_MAGIC, read_manifest, write_shard
     from tqdm import tqdm
 except ModuleNotFoundError as error:
     fix = f"{sys.executable} -m pip install {error.name}"
@@ -64,7 +64,11 @@ LOG_TITLE = b"Log of train_gpt2.py"  # the start of every log of a run
 
 # ---- Encodings -----------------------------------------------------------------------------------
 def get_encoding(name):
-    """Return a tiktoken.Encoding. Raises ValueError if it is unknown, unavailable or too large."""
+    """Return a tiktoken.Encoding. Raises ValueError if it is unknown, unavailable or too large.
+
+    gpt2-N is GPT-2's encoding cut to its first N tokens. It is a byte-pair encoding, too, because a
+    merge only uses earlier tokens. Token N ends a text.
+    """
     if name == "bytes":
         return tiktoken.Encoding(
             name,
@@ -72,8 +76,18 @@ def get_encoding(name):
             mergeable_ranks={bytes([value]): value for value in range(256)},
             special_tokens={END_OF_TEXT: 256},
         )
+    if size := re.fullmatch(r"gpt2-(\d+)", name):
+        size = int(size[1])
+        if not 257 <= size <= 50256:
+            raise ValueError(f"{name} must keep between 257 and 50256 tokens, as gpt2-2048 does")
+        gpt2 = get_encoding("gpt2")
+        ranks = {token: rank for token, rank in gpt2._mergeable_ranks.items() if rank < size}
+        special = {END_OF_TEXT: size}
+        return tiktoken.Encoding(
+            name, pat_str=gpt2._pat_str, mergeable_ranks=ranks, special_tokens=special
+        )
     if name not in tiktoken.list_encoding_names():
-        raise ValueError(f"tiktoken has no encoding {name}: give bytes or gpt2")
+        raise ValueError(f"tiktoken has no encoding {name}: give bytes, gpt2 or gpt2-2048")
     try:
         encoding = tiktoken.get_encoding(name)
     except (ValueError, OSError) as error:  # neither in the folder nor downloadable
@@ -254,6 +268,18 @@ def read_rows(file, text_field):
         yield number, text if isinstance(text, str) else None
 
 
+def read_shard(file, text_field):
+    """Yield (number, text) of the documents in a shard of GPT-2's tokens, such as FineWeb's."""
+    encoding = get_encoding("gpt2")
+    tokens = np.frombuffer(file.read()[4 * SHARD_HEADER :], "<u2")
+    starts = np.flatnonzero(tokens == encoding.eot_token)
+    documents = [part[part != encoding.eot_token] for part in np.split(tokens, starts)]
+    for number, document in enumerate((part for part in documents if len(part)), start=1):
+        if document.max() > encoding.eot_token:
+            raise ValueError(f"it has token {document.max()}, which GPT-2 lacks")
+        yield number, encoding.decode(document.tolist())
+
+
 def fault_of(text, text_field):
     """Return why a text cannot be packed, or an empty string."""
     if isinstance(text, bytes):
@@ -277,6 +303,7 @@ READERS = {
     ".jsonlines": read_lines,
     ".ndjson": read_lines,
     ".parquet": read_rows,
+    ".bin": read_shard,
 }
 
 
@@ -290,10 +317,9 @@ def endings_of(file):
 
 def check_text_field(text_field, files):
     """Return the field to read. Raises ValueError if one is given (not None) without effect."""
-    if text_field is not None and not any(endings_of(name)[0] in READERS for name, _ in files):
-        raise ValueError(
-            f"--text_field={text_field} is only for {', '.join(READERS)}: leave it out"
-        )
+    tables = [ending for ending in READERS if ending != ".bin"]
+    if text_field is not None and not any(endings_of(name)[0] in tables for name, _ in files):
+        raise ValueError(f"--text_field={text_field} is only for {', '.join(tables)}: leave it out")
     return "text" if text_field is None else text_field
 
 
@@ -320,7 +346,8 @@ def read_documents(file, path, text_field="text", split_at=None, separators=None
             if reader is not read_text and WEB_PAGE.match(head):
                 raise ValueError("it is a web page, so download the file itself")
             is_parquet = reader is read_rows and head.startswith(b"PAR1")
-            is_other = format_of(head) and not is_parquet
+            is_shard = reader is read_shard and head.startswith(SHARD_MAGIC.to_bytes(4, "little"))
+            is_other = format_of(head) and not (is_parquet or is_shard)
             rows = [(1, head)] if is_other else reader(content, text_field)
             for line, text in rows:
                 place = f"{file}:{line}"
@@ -563,7 +590,8 @@ def parse_args(argv):
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="file or folder")
     add("--out", required=True, type=Path, help="folder for the shards")
-    add("--encoding", default="bytes", help="bytes, gpt2 or another encoding of tiktoken")
+    help = "bytes, gpt2, gpt2-N (its first N tokens) or another encoding of tiktoken"
+    add("--encoding", default="bytes", help=help)
     add("--val_fraction", default=0.1, type=float, help="fraction to hold out (0.1)")
     add("--hash_only", action="store_true", help="hold out by the hash, whatever the size")
     add("--text_field", help="field of a JSON line or a parquet row (text)")
