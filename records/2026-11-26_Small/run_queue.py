@@ -1,10 +1,10 @@
 """Train the preset `small` with changes and seeds, one thread a run, two runs at a time.
 
-    python queue.py [--parallel=2]     # in the folder that holds data/small
+    python run_queue.py [--parallel=2]     # in the folder that holds data/small
 
-The runs and their order are fixed in RUNS. A run whose log is complete is not repeated, and one that
-was stopped continues, so the queue can be stopped and started at any time. Logs are written into
-logs/ beside this file.
+The runs and their order are fixed in RUNS. A run whose log is complete is not repeated, and one
+that was stopped continues, so the queue can be stopped and started at any time. Logs are written
+into logs/ beside this file.
 """
 
 import argparse
