@@ -81,6 +81,12 @@ class Trial:
             self.fault(kind, folder, f"traceback: {done.stderr[-300:]}")
         return done
 
+    def attempt(self, kind, case, folder):
+        try:
+            case(folder)
+        except Exception as error:
+            self.fault(kind, folder, repr(error))
+
     def result(self, folder):
         state = train_gpt2.read_pt(folder / "r" / "model.pt")
         log = (folder / "r.txt").read_text(errors="replace")
@@ -245,7 +251,7 @@ def main():
                 for number, case in enumerate(getattr(trial, kind)()):
                     folder = trial.parent / f"{kind}{number}"
                     folder.mkdir()
-                    pool.submit(case, folder)
+                    pool.submit(trial.attempt, kind, case, folder)
             faults = sum(fault.startswith(kind) for fault in trial.faults)
             print(f"{kind:12s} {trial.counts[kind]:5d} invocations, {faults} faults", flush=True)
     print(f"total {trial.counts.total()} invocations, {len(trial.faults)} faults")

@@ -1,0 +1,255 @@
+"""Ways to a false result, each with status 0 in an earlier version: the log, other runs, edits."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import runlog
+from conftest import (
+    SCRIPT,
+    faulty_script,
+    launcher,
+    options,
+    run_forked,
+    run_here,
+    run_tool,
+    trained,
+)
+
+import train_gpt2
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+LIMIT = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, -1))"
+needs_strace = pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
+
+
+@pytest.fixture
+def fields(tiny):
+    return {**tiny, "run_id": "r", "resume": "auto", "dtype": "float32"}
+
+
+def results(fields):
+    """Return the losses after val_loss: in the log of a run, as text."""
+    path = train_gpt2.Path(fields["log_dir"], "r.txt")
+    return re.findall(r"^val_loss: ?(.*)$", path.read_text(), re.M)
+
+
+def check_log(fields, loss):
+    """Check that the log holds this result alone, and that the tools can read it."""
+    assert set(results(fields)) == {f"{loss:.4f}"}
+    run = runlog.read(f"{fields['log_dir']}/r.txt")
+    assert run.finished and run.val_loss == round(loss, 4)
+
+
+@pytest.fixture
+def loss(tiny):
+    """The loss of the undisturbed run."""
+    return run_here(tiny, dtype="float32", run_id="undisturbed")
+
+
+def straced(fields, *inject):
+    """Start a run under strace, which injects a fault; return the Popen."""
+    command = ["strace", "-f", "-o", "/dev/null", *inject, sys.executable, str(SCRIPT)]
+    return subprocess.Popen(
+        [*command, *options(fields)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+# ---- The log is whole ----------------------------------------------------------------------------
+def test_a_file_limit_never_cuts_a_result(fields, loss, tmp_path):
+    """F1: a full disk or a quota wrote `val_loss: 4` for 4.5333."""
+    run_here(fields)
+    size = os.path.getsize(tmp_path / "logs" / "r.txt")
+    statuses = set()
+    for limit in range(size - 700, size + 100, 60):
+        shutil.rmtree(tmp_path / "logs" / "r")
+        os.remove(tmp_path / "logs" / "r.txt")
+        done = run_forked(fields, script=launcher(tmp_path, LIMIT.format(limit)))
+        statuses.add(done.returncode)
+        if done.returncode == 0:
+            check_log(fields, loss)
+        else:
+            assert "free disk space" in done.stderr
+            assert set(results(fields)) <= {f"{loss:.4f}"}
+        trained(fields)
+        check_log(fields, loss)
+    assert statuses == {0, 1}
+
+
+@needs_strace
+@pytest.mark.parametrize("number", [1, 2, 12])
+def test_a_failed_write_of_the_log_is_made_up_for(number, fields, loss, tmp_path):
+    """F1: one ENOSPC at the line of the result, and it was in no log for ever."""
+    inject = f"inject=write:error=ENOSPC:when={number}"
+    run = straced(fields, "-P", f"{tmp_path}/logs/r.txt", "-e", inject)
+    _, errors = run.communicate(timeout=100)
+    if run.returncode == 0:
+        check_log(fields, loss)
+    else:
+        assert number == 1 and "r.txt cannot be written: free disk space" in errors
+    trained(fields)
+    check_log(fields, loss)
+
+
+def test_a_kill_when_the_run_is_marked_as_finished_loses_no_result(fields, loss, tmp_path):
+    """F2: the result was logged after model.pt had appeared, or never."""
+    for when in "before", "after":
+        code = f"""
+replace = os.replace
+
+def kill(partial, path):
+    if path.name == "model.pt" and {when == "before"}:
+        {KILL}
+    replace(partial, path)
+    if path.name == "model.pt":
+        {KILL}
+
+os.replace = kill"""
+        fields["run_id"] = "r"
+        done = run_forked(fields, script=launcher(tmp_path, code))
+        assert done.returncode == -signal.SIGKILL
+        trained(fields)
+        check_log(fields, loss)
+        shutil.rmtree(tmp_path / "logs" / "r")
+        os.remove(tmp_path / "logs" / "r.txt")
+
+
+def test_a_kill_between_any_writes_of_the_start_leaves_a_readable_log(fields, loss, tmp_path):
+    """F3 and M9: the header was 47 writes, and a cut one could not be read even after a resume."""
+    for number in 1, 2, 3:
+        code = f"""
+write, count = train_gpt2.Log.write, 0
+
+def kill(log, data):
+    global count
+    if log.file is not None:
+        count += 1
+    write(log, data)
+    if count == {number}:
+        {KILL}
+
+train_gpt2.Log.write = kill"""
+        assert run_forked(fields, script=launcher(tmp_path, code)).returncode == -signal.SIGKILL
+        trained(fields)
+        check_log(fields, loss)
+        shutil.rmtree(tmp_path / "logs" / "r")
+        os.remove(tmp_path / "logs" / "r.txt")
+
+
+def test_a_full_disk_at_the_start_is_an_error_at_once(fields, loss, tmp_path):
+    """M2: the run trained to its end, and its log had half a header for ever."""
+    done = run_forked(fields, script=launcher(tmp_path, LIMIT.format(50_000)))
+    assert done.returncode == 1 and "r.txt cannot be written: free disk space" in done.stderr
+    assert "step:1/" not in done.stdout
+    trained(fields)
+    check_log(fields, loss)
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "cut"])
+def test_a_log_that_is_lost_goes_on_with_its_header(how, fields, loss, tmp_path):
+    """M7: an editor or `sed -i` replaces the file, and the result was in no log."""
+    path = tmp_path / "logs" / "r.txt"
+    fault = {
+        "deleted": f"os.remove({str(path)!r})",
+        "replaced": f"data = Path({str(path)!r}).read_bytes(); os.remove({str(path)!r}); "
+        f"Path({str(path)!r}).write_bytes(data)",
+        "cut": f"os.truncate({str(path)!r}, 100)",
+    }[how]
+    shown = trained(fields, script=faulty_script(tmp_path, fault))
+    assert "was deleted, replaced or cut; it goes on here" in path.read_text()
+    assert f"\nval_loss: {loss:.4f}\n" in shown
+    if how == "cut":  # the rest of the first start is not a log
+        path.write_text(path.read_text()[path.read_text().rindex("Log of train_gpt2.py, ") :])
+    check_log(fields, loss)
+
+
+# ---- Other runs ----------------------------------------------------------------------------------
+@needs_strace
+def test_a_slow_start_does_not_overwrite_a_finished_run(tiny, tmp_path):
+    """F5: it had looked for results before it waited for its lock."""
+    fields = {**tiny, "run_id": "r"}
+    slow = straced({**fields, "seed": 2}, "-e", "inject=flock:delay_enter=15000000")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "logs" / "r" / "run.lock").exists():
+        assert time.monotonic() < deadline
+    trained({**fields, "seed": 1})
+    _, errors = slow.communicate(timeout=100)
+    assert slow.returncode == 1 and "r exists: pass another --run_id" in errors
+    assert train_gpt2.read_pt(tmp_path / "logs" / "r" / "model.pt")["facts"]["seed"] == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "5", "{}", '"x"', '{"resume": "", "init": "", "a": 1}']
+)
+def test_what_is_in_run_lock_does_not_matter(content, fields, loss, tmp_path, capsys):
+    """M3 and M4: an emptied one made auto start from new weights in silence; other JSON crashed."""
+    weights = tmp_path / "logs" / "undisturbed" / "model.pt"
+    fields = {**fields, "seed": 1, "init": str(weights)}
+    run_here(fields, 2)
+    (tmp_path / "logs" / "r" / "run.lock").write_text(content)
+    capsys.readouterr()
+    run_here(fields)
+    assert "\ncontinuing after step 2 from " in capsys.readouterr().out
+
+
+def test_a_run_killed_before_its_first_step_starts_again_from_the_same_file(fields, loss, tmp_path):
+    weights = tmp_path / "logs" / "undisturbed" / "model.pt"
+    fields = {**fields, "seed": 1, "init": str(weights)}
+    code = f"train_gpt2.save_checkpoint = lambda run: {KILL}"
+    done = run_forked(fields, script=launcher(tmp_path, code))
+    assert done.returncode == -signal.SIGKILL
+    assert f"\nstarting from {weights}\n" in trained(fields)
+
+
+def test_a_path_that_begins_with_auto_is_a_path(fields, loss, tmp_path, monkeypatch, capsys):
+    """The name was cut to what follows "auto"."""
+    run_here(fields, 2)
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("autosave")
+    shutil.copy("logs/r/state_step0000000002.pt", "autosave/x.pt")
+    capsys.readouterr()
+    run_here(fields, run_id="second", resume="autosave/x.pt")
+    assert "\ncontinuing after step 2 from autosave/x.pt\n" in capsys.readouterr().out
+
+
+# ---- Edits of the script -------------------------------------------------------------------------
+def test_an_edit_of_the_script_is_said_and_marked(fields, loss, tmp_path):
+    """F6: a finished run was taken for one of the edited script, and a log had two sources."""
+    edited = tmp_path / "train_gpt2.py"
+    edited.write_text(SCRIPT.read_text() + "# an edit\n")
+    warning = "warning: the script has changed since it saved "
+    run_here(fields, 2)
+    shown = trained(fields, script=edited)
+    assert f"{warning}{tmp_path}/logs/r/state_step0000000002.pt\n" in shown
+    assert runlog.read(tmp_path / "logs" / "r.txt").edited
+    shown = trained(fields)
+    assert f"{warning}{tmp_path}/logs/r/model.pt\n" in shown and "nothing to do" in shown
+    assert "script edited" in run_tool("report.py", str(tmp_path / "logs" / "r.txt")).stdout
+
+
+# ---- run.sh check --------------------------------------------------------------------------------
+def test_check_agrees_with_the_run(fields, tiny, tmp_path):
+    """M8: it had rules of its own."""
+
+    def checked(**changes):
+        done = run_tool("check.py", *options({**fields, **changes}))
+        return re.search(r"^(ok )?start.*$|^FAILED: .*$", done.stdout, re.M)[0]
+
+    run_here({**fields, "save_every": 2, "keep_checkpoints": 9}, 4)
+    os.truncate(tmp_path / "logs" / "r" / "state_step0000000004.pt", 1000)
+    assert "at step 2 of 6" in checked()
+    assert "r exists: pass another --run_id" in checked(resume="")
+    run_here(tiny, run_id="done", dtype="float32")
+    assert "holds the result of this run; nothing to do" in checked(run_id="done")
+    assert "has no undamaged checkpoint" in checked(run_id="done", num_iterations=9)
+    (tmp_path / "logs" / "foreign").mkdir()
+    (tmp_path / "logs" / "foreign" / "notes.txt").write_text("mine")
+    (tmp_path / "logs" / "alone.txt").write_text("mine")
+    assert "was not created by a run" in checked(run_id="foreign")
+    assert "was not created by a run" in checked(run_id="alone", resume="")
