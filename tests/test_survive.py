@@ -774,3 +774,9 @@ def test_a_file_system_without_locks_is_only_warned_about(tiny, monkeypatch, cap
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
     assert run_here(tiny) is not None
     assert "is not locked (Function not implemented): start only" in capsys.readouterr().out
+
+
+def test_another_number_of_threads_is_a_warning(half, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    run_here(half)
+    assert "warning: with 1 threads, as before, the results would be bit" in capsys.readouterr().out

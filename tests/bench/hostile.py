@@ -44,9 +44,14 @@ def trace(frame, event, argument):
             os.kill(os.getpid(), number)
     return trace
 
-sys.settrace(trace)
-import atexit
-atexit.register(lambda: Path({report!r}).write_text(str(count)))"""
+leave_ranks = train_gpt2.leave_ranks
+
+def report_and_leave():
+    Path({report!r}).write_text(str(count))
+    leave_ranks()
+
+train_gpt2.leave_ranks = report_and_leave
+sys.settrace(trace)"""
 MACHINERY = [
     "main", "claim_folder", "check_owner", "lock_folder", "keep_folder", "is_finished", "restore",
     "newest_checkpoint", "load_checkpoint", "check_same", "save", "save_checkpoint", "finish",
@@ -115,7 +120,7 @@ class Trial:
         for _ in range(2):
             done = self.run(kind, folder, ranks, **changes)
             if done.returncode:
-                self.fault(kind, folder, f"cannot be resumed: {done.stderr[-300:]}")
+                self.fault(kind, folder, f"status {done.returncode}: {done.stderr[-300:]}")
         if "nothing to do" not in done.stdout:
             self.fault(kind, folder, "not recognised as finished")
         shutil.rmtree(folder)
