@@ -90,8 +90,10 @@ class Hyperparameters:
     n_layer: int = architecture(12, "transformer blocks")
     n_head: int = architecture(6, "attention heads")
     n_embd: int = architecture(768, "channels")
-    window: int = architecture(0, "final window of long layers, in tokens; 0: none", needs="model")
-    document_token: int = architecture(50256, "first token of a document", needs="window")
+    window: int = architecture(
+        0, "window of the long layers at the end of training, in tokens; 0: none", needs="model"
+    )
+    document_token: int = architecture(50256, "token that starts a document", needs="window")
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams; 0: none", needs="model")
     max_ngram: int = architecture(2, "longest n-gram in tokens, at least 2", needs="ngram_rows")
 
@@ -104,14 +106,18 @@ class Hyperparameters:
     learning_rate: float = training(0.0036, "learning rate of lm_head, and of wte in gpt2")
     embedding_learning_rate: float = training(0.6, "... of embeddings", needs="model")
     ngram_learning_rate: float = training(
-        0.0, "... of n-grams, with Adagrad; 0: as embeddings, with AdamW", needs="ngram_rows"
+        0.0, "... of n-grams, with Adagrad; 0: with AdamW, like the embeddings", needs="ngram_rows"
     )
     muon_learning_rate: float = training(0.00036, "... of the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
     muon_momentum: float = training(0.95, "momentum of Muon")
-    muon_warmup_fraction: float = training(0.0, "part of the run in which momentum warms up")
-    muon_cooldown_fraction: float = training(0.0, "final part in which momentum falls again")
-    warmdown_fraction: float = training(1450 / 5100, "final part, with a linear decay of the rates")
+    muon_warmup_fraction: float = training(
+        0.0, "first fraction of the run, in which momentum rises"
+    )
+    muon_cooldown_fraction: float = training(0.0, "final fraction, in which momentum falls again")
+    warmdown_fraction: float = training(
+        1450 / 5100, "final fraction, in which the learning rates decay"
+    )
     final_lr: float = training(0.0, "learning rates after the decay, relative to those before it")
     ngram_dropout: float = training(0.0, "probability of dropping an n-gram", needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at another offset")
@@ -168,7 +174,7 @@ PRESETS = {
         "a small model of English for trying ideas: minutes on 2 CPU cores",
         modern_recipe(
             128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
-            vocab_size=2049, document_token=2048, ngram_rows=5 * 2048,  # gpt2-2048
+            vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,  # gpt2-2048
             n_layer=8, window=256, batch_size=8, sequence_length=512, device_batch_size=8,
             num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
         ),
@@ -370,14 +376,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
-        # Small chunks are slow, so each has at least 512 * 50304 logits.
         max_chunks = 2 if x.is_cuda else 8  # tuned on CPUs; a guess for GPUs
-        chunks = min(max_chunks, max(1, len(x) * len(weight) // (512 * 50304)))
+        min_logits = 512 * 50304  # of a chunk, because small chunks are slow
+        chunks = max(1, min(max_chunks, len(x) * len(weight) // min_logits))
         pairs = list(zip(x.chunk(chunks), targets.chunk(chunks)))
         if not needs_grad:
             return sum(chunk_loss(x_i, cast_weight, y_i, softcap, count) for x_i, y_i in pairs)
         loss = grad_weight = 0.0
         grad_x = []
+        # Autograd is off inside forward, so torch.func differentiates each chunk.
         grad_and_value = torch.func.grad_and_value(chunk_loss, argnums=(0, 1))
         for x_i, y_i in pairs:
             (grad_x_i, grad_weight_i), loss_i = grad_and_value(
@@ -405,16 +412,16 @@ LOGIT_SOFTCAP = 15.0
 class LayerRoles:
     """The layers that differ from the others in a model of n layers, counted from 0.
 
-    The comments end with their numbers for n = 11, as in the public records. In a small model, most
-    layers have several roles.
+    The numbers at the ends of the comments are for n = 11, as in the public records. In a small
+    model, most layers have several roles.
     """
 
     def __init__(self, n):
         self.values = {1, 2, n - 3, n - 2, n - 1}  # have value embeddings: 1, 2, 8, 9, 10
         self.long = {n // 3, n - 1}  # have the long window and offset keys: 3, 10
-        # Attention in later layers reads this layer's output instead of its own input. At the end,
-        # a part of this output is subtracted from the stream: 7.
-        self.backout = max(0, min(2 * n // 3, n - 2))
+        # Attention in later layers reads this layer's output instead of its own input. Finally, the
+        # model subtracts a learned multiple of it from the stream: 7.
+        self.reused = max(0, min(2 * n // 3, n - 2))
         self.skip_from = n // 3  # its output is added to the input of skip_to: 3
         self.skip_to = (n + 1) // 2 if n >= 8 else None  # has no attention: 6
 
@@ -433,7 +440,7 @@ class ModernAttention(CausalSelfAttention):
         for linear in self.c_q, self.c_k, self.c_v:
             init_uniform(linear)
         if layer == args.n_layer - 1:
-            self.c_k.load_state_dict(self.c_q.state_dict())  # similar: arxiv.org/abs/2305.09828
+            self.c_k.load_state_dict(self.c_q.state_dict())  # related: arxiv.org/abs/2305.09828
         roles = LayerRoles(args.n_layer)
         self.offset_keys = layer in roles.long
         frequencies = self.rotary_frequencies(args.n_embd // args.n_head)
@@ -504,12 +511,13 @@ def attention_mask(documents, window_blocks):
     distance = block[:, None] - block  # (queries, keys), in blocks
     # Documents ascend, so a block shares a document with an earlier block if and only if its first
     # document is at most the earlier block's last one.
-    first_document, last_document = documents[:, ::BLOCK], documents[:, BLOCK - 1 :: BLOCK]
-    shared = first_document[:, :, None] <= last_document[:, None]  # (B, queries, keys)
+    first_of_query = documents[:, ::BLOCK].unsqueeze(2)  # (B, queries, 1)
+    last_of_key = documents[:, BLOCK - 1 :: BLOCK].unsqueeze(1)  # (B, 1, keys)
+    shared = first_of_query <= last_of_key  # (B, queries, keys)
     seen = shared & (distance >= 0) & (distance < window_blocks)
     counts = seen.sum(-1, dtype=torch.int32)
-    # The seen blocks end with the query's own and have no gaps. BlockMask reads only the first
-    # `counts` entries of each row of indices.
+    # A query's block sees `counts` consecutive blocks; the last is its own. BlockMask reads only
+    # the first `counts` entries of each row of indices.
     first = block - counts + 1
     indices = (first[:, :, None] + block).clamp(max=len(block) - 1).int()
     return BlockMask.from_kv_blocks(
@@ -527,17 +535,18 @@ class ModernBlock(nn.Module):
         # Weights of the residual stream, of the token embeddings and of the n-gram embeddings.
         self.input_weights = nn.Parameter(torch.tensor([1.0, 0.0, 0.3]))
 
-    def forward(self, x, x0, ngram_embeddings, saved, tokens, mask):
+    def forward(self, x, x0, ngram_embeddings, attention_input, tokens, mask):
         """Return the residual stream after this block, (B, T, C).
 
         x, x0: the stream and the token embeddings, (B, T, C). ngram_embeddings: (B, T, C), or 0.0
-        without a table. saved: an earlier layer's output, (B, T, C), which attention reads instead
-        of x, or None. tokens: (B, T).
+        without a table. attention_input: an earlier layer's output, (B, T, C), which attention
+        reads instead of x, or None. tokens: (B, T).
         """
         stream_weight, token_weight, ngram_weight = self.input_weights
         x = stream_weight * x + token_weight * x0 + ngram_weight * ngram_embeddings
         if self.attn is not None:
-            x = x + self.attn(norm(x if saved is None else saved), tokens, mask)
+            attention_input = x if attention_input is None else attention_input
+            x = x + self.attn(norm(attention_input), tokens, mask)
         return x + self.mlp(norm(x))
 
 
@@ -560,34 +569,34 @@ class NgramTable(nn.Module):
         self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype))
 
     def forward(self, inputs):  # (B, T) to (B, T, C)
-        ngram = inputs  # a hash of the last tokens
-        ngrams = []
+        hash_of_ngram = inputs
+        hashes = []
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
-            # "+ 1" distinguishes n-grams of token 0 by their lengths; int64 wraps around.
-            ngram = ngram * 1000003 + earlier + 1
-            ngrams.append(ngram)
-        ngrams = torch.stack(ngrams, dim=-1)  # (B, T, max_ngram - 1)
+            # Without + 1, (0,), (0, 0), ... would all hash to 0. Overflow wraps around.
+            hash_of_ngram = hash_of_ngram * 1000003 + earlier + 1
+            hashes.append(hash_of_ngram)
+        hashes = torch.stack(hashes, dim=-1)  # (B, T, max_ngram - 1)
         # torch.compile does not support sparse gradients.
         sparse = self.adagrad and not torch.compiler.is_compiling()
-        rows = F.embedding(ngrams % len(self.weight), self.weight, sparse=sparse)
+        rows = F.embedding(hashes % len(self.weight), self.weight, sparse=sparse)
         if self.dropout and self.training:
-            scale = self.survives_dropout(ngrams, inputs) / (1 - self.dropout)
+            scale = self.survives_dropout(hashes, inputs) / (1 - self.dropout)
             rows = rows * scale[..., None].type_as(rows)
         return rows.sum(2)
 
-    def survives_dropout(self, ngrams, inputs):
+    def survives_dropout(self, hashes, inputs):
         """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
 
-        ngrams: hashes, of the same shape. The mask hashes the n-gram, the sum of its sequence's
-        tokens and the seed. Unlike random numbers, it depends neither on the number of ranks nor on
-        earlier batches. Within a sequence, all copies of an n-gram are kept or all are dropped.
+        hashes: of the n-grams, of the same shape. The mask hashes these, the sum of a sequence's
+        tokens, and the seed. Unlike random numbers, it depends neither on the number of ranks nor
+        on earlier batches. Within a sequence, all copies of an n-gram are kept or all are dropped.
         """
         salt = 2 * (inputs.sum(1)[:, None, None] + 1000003 * self.seed) + 1  # odd: loses no bits
         # Multiplicative hashing: the int64 product wraps around, and its highest bits are mixed
         # best. The multiplier is that of Knuth's MMIX generator.
-        product = ngrams * salt * 6364136223846793005
+        product = hashes * salt * 6364136223846793005
         uniform = (product >> 44) / 2**20 + 0.5  # from the highest 20 of 64 bits, in [0, 1)
         return uniform >= self.dropout
 
@@ -611,7 +620,9 @@ class ModernGPT(nn.Module):
         self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
         self.h = nn.ModuleList(ModernBlock(args, layer, dtype) for layer in range(args.n_layer))
         if self.roles.skip_to is not None:
-            self.skip_weight = nn.Parameter(torch.tensor(0.18))  # the public initial value
+            self.skip_weight = nn.Parameter(
+                torch.tensor(0.18)
+            )  # initial value of the public records
         self.backout_weight = nn.Parameter(torch.tensor(0.5))
         self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
         nn.init.zeros_(self.lm_head.weight)
@@ -619,7 +630,7 @@ class ModernGPT(nn.Module):
         self.has_window = args.window > 0
         # apply_schedule changes this buffer; it starts at the final window, for inference. Changing
         # a Python number would recompile the model.
-        window_blocks = torch.tensor(window_at(args.num_iterations, args))
+        window_blocks = torch.tensor(window_blocks_at(args.num_iterations, args))
         self.register_buffer("window_blocks", window_blocks, persistent=False)
 
     def forward(self, inputs, targets=None):
@@ -637,10 +648,10 @@ class ModernGPT(nn.Module):
             if layer == roles.skip_to:
                 x = x + self.skip_weight * outputs[roles.skip_from]
             mask = long if layer in roles.long else short
-            saved = outputs[roles.backout] if layer > roles.backout else None
-            x = block(x, x0, ngram_embeddings, saved, inputs, mask)
+            reused = outputs[roles.reused] if layer > roles.reused else None
+            x = block(x, x0, ngram_embeddings, reused, inputs, mask)
             outputs.append(x)
-        x = x - self.backout_weight * outputs[roles.backout]
+        x = x - self.backout_weight * outputs[roles.reused]
         return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
 
 
@@ -1140,11 +1151,11 @@ def momentum_at(step, args):
     remaining = args.num_iterations - step
     rise = step / warmup_steps if step < warmup_steps else 1.0
     fall = remaining / cooldown_steps if remaining < cooldown_steps else 1.0
-    low = min(0.85, args.muon_momentum)  # never above the setting
-    return low + min(rise, fall) * (args.muon_momentum - low)
+    floor = min(0.85, args.muon_momentum)  # never above the setting
+    return floor + min(rise, fall) * (args.muon_momentum - floor)
 
 
-def window_at(step, args):
+def window_blocks_at(step, args):
     """Return the attention window in blocks. It grows linearly, from one block."""
     return max(1, math.ceil(step / args.num_iterations * args.window / BLOCK))
 
@@ -1160,7 +1171,7 @@ def apply_schedule(model, optimizers, step, args):
                 # As in the public records, lr * weight_decay falls with the square of lr_scale.
                 group["weight_decay"] = group["initial_weight_decay"] * lr_scale
     if args.model == "modern":
-        model.window_blocks.fill_(window_at(step, args))
+        model.window_blocks.fill_(window_blocks_at(step, args))
 
 
 def build_optimizers(model, args):
@@ -1169,8 +1180,12 @@ def build_optimizers(model, args):
     muon_options = dict(momentum=args.muon_momentum, dtype=model.dtype)
     muon_options |= dict(rank=get_rank(), world_size=get_world_size())
     optimizers = build(model, args, muon_options)
-    if Counter(p for o in optimizers for p in params_of(o)) != Counter(model.parameters()):
-        raise UserError("every parameter of the model must be in exactly one optimizer")
+    counts = Counter(p for optimizer in optimizers for p in params_of(optimizer))
+    names = {p: name for name, p in model.named_parameters()}
+    for p in names | counts:
+        if counts[p] != 1 or p not in names:
+            name = names.get(p, f"a parameter of shape {tuple(p.shape)} that the model lacks")
+            raise UserError(f"{name} is in {counts[p]} optimizers, not 1: see {build.__name__}")
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -1221,13 +1236,13 @@ def modern_optimizers(model, args, muon_options):
 
 
 def micro_batches(inputs, targets, size):
-    """Yield (inputs, targets, rows): `size` sequences at a time, of which the first `rows` count.
+    """Yield (inputs, targets, rows): `size` sequences, of which only the first `rows` are real.
 
     inputs, targets: (B, T) int64. Another shape would recompile the model, so the last micro-batch
     is padded with sequences whose targets are ignored.
     """
     for x, y in zip(inputs.split(size), targets.split(size)):
-        padding = (0, 0, 0, size - len(x))  # of dims (T, B)
+        padding = (0, 0, 0, size - len(x))  # F.pad lists the last dimension, T, first
         yield F.pad(x, padding), F.pad(y, padding, value=-1), len(x)
 
 
@@ -1301,14 +1316,15 @@ def train(run):
     returns, so its loss is read at once.
     """
     args, first_step = run.args, run.step
-    reports = deque()  # of the launched steps whose losses have not been read
+    reports = deque()  # of launched steps: (step, losses on their way to the host, event)
     batch = run.train_loader.batch(run.step)
     while run.step < args.num_iterations:
         must_validate = args.val_loss_every and run.step % args.val_loss_every == 0
         must_save = args.save_every and run.step % args.save_every == 0 and run.step > first_step
         if must_validate or must_save:
             read_reports(run, reports)
-        if run.stopped and run.step % args.adamw_every == 0:  # no gradients are left over
+        # Between updates of AdamW, its accumulated gradients would be lost.
+        if run.stopped and run.step % args.adamw_every == 0:
             break
         apply_schedule(run.model, run.optimizers, run.step, args)
         if must_validate:
@@ -1320,19 +1336,19 @@ def train(run):
         reports.append((run.step, *start_copy_to_host(report)))
         if run.step < args.num_iterations:
             batch = run.train_loader.batch(run.step)
-        read_reports(run, reports, leave=run.unread_steps)
+        read_reports(run, reports, keep=run.unread_steps)
     read_reports(run, reports)
     if not run.stopped:
         apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
 
-def read_reports(run, reports, leave=0):
-    """Log the losses of launched steps until only `leave` are unread, and set run.stopped.
+def read_reports(run, reports, keep=0):
+    """Log the losses of launched steps until only `keep` are unread, and set run.stopped.
 
-    reports: (step, result of train_step, event) of each.
+    reports: deque of (step, copy of train_step's result, event or None).
     """
-    while len(reports) > leave:
+    while len(reports) > keep:
         step, report, event = reports.popleft()
         if event is not None:
             event.synchronize()
@@ -1372,8 +1388,10 @@ class Run:
         passes = math.ceil(sequences / self.args.device_batch_size)
         self.micro_batch = math.ceil(sequences / passes)
         self.unread_steps = 1 if self.device.type == "cuda" else 0  # how far the host runs ahead
-        self.tokens = self.args.num_iterations * self.args.batch_size * self.args.sequence_length
-        self.repeats_data = self.tokens > self.train_loader.stream.total_tokens
+        self.total_tokens = (
+            self.args.num_iterations * self.args.batch_size * self.args.sequence_length
+        )
+        self.repeats_data = self.total_tokens > self.train_loader.stream.total_tokens
 
 
 def set_up(args, stop):
@@ -1487,7 +1505,8 @@ def check_settings(args):
     if args.model == "modern" and args.n_embd < GATE_CHANNELS:
         raise UserError(f"n_embd={args.n_embd} must be at least {GATE_CHANNELS}")
     if args.window and args.sequence_length % BLOCK:
-        raise UserError(f"--window needs a --sequence_length that is a multiple of {BLOCK}")
+        fix = f"must be a multiple of {BLOCK} with --window"
+        raise UserError(f"sequence_length={args.sequence_length} {fix}")
     if args.window and args.document_token >= args.vocab_size:
         fix = "pass --document_token=256 if the data are bytes"
         raise UserError(f"document_token={args.document_token} is not in the vocabulary: {fix}")
@@ -1615,7 +1634,8 @@ def open_data(args, device):
 
     train_data, val_data = stream.checksums(), val_stream.checksums()
     if len({*train_data, *val_data}) < len(train_data) + len(val_data):
-        raise UserError("train_files and val_files overlap, or two shards are equal: remove copies")
+        fix = "remove the copy, and keep train and val apart"
+        raise UserError(f"two shards of train_files and val_files are identical: {fix}")
     encoding = read_manifest(args.train_files).get("encoding")  # None for other shards
     val_encoding = read_manifest(args.val_files).get("encoding")
     if None not in (encoding, val_encoding) and encoding != val_encoding:
@@ -1649,7 +1669,7 @@ def choose_dtype(args, device):
         has_mkldnn = torch.backends.mkldnn.is_available()
         has_bf16 = has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if torch.__version__.startswith("2.5.") and args.compile:
-            has_bf16 = False  # its compiler fails on bfloat16 (fmadd of VectorizedN)
+            has_bf16 = False  # torch 2.5 cannot compile bfloat16 for CPUs
     return "bfloat16" if has_bf16 else "float32"
 
 
@@ -1687,8 +1707,8 @@ def compile_model(run):
         from torch._inductor.decomposition import decompositions
         from torch._inductor.lowering import make_fallback
 
-        # PyTorch's own kernel for gradients of embeddings sums in a fixed order and, as planned by
-        # records/tools/plan.py, is faster than the compiler's, which would decompose the operation.
+        # PyTorch's own kernel for gradients of embeddings sums in a fixed order, and our estimate
+        # says that it is faster than the generated one.
         embedding_gradient = torch.ops.aten.embedding_dense_backward.default
         decompositions.pop(embedding_gradient, None)
         make_fallback(embedding_gradient, warn=False)  # with warn=True, an error if CI=1 is set
@@ -1810,7 +1830,8 @@ def check_ranks_agree(facts, fix):
 def check_weights_agree(model):
     """Collective: raise UserError on a rank whose weights differ from those of rank 0."""
     bits = [p.detach().float().view(torch.int32) for p in model.parameters()]
-    checksum = sum(values.sum(dtype=torch.int32) for values in bits).item()  # modulo 2**32
+    # The sum of the bit patterns, modulo 2**32
+    checksum = sum(values.sum(dtype=torch.int32) for values in bits).item()
     check_ranks_agree(dict(weights=checksum), "check the hardware, and resume from a checkpoint")
 
 
@@ -1979,10 +2000,10 @@ def log_summary(run):
     if run.best_loss < run.val_loss:
         log(f"best_val_loss: {run.best_loss:.4f}\nbest_weights: {run.folder / 'best.pt'}")
     log(f"weights: {run.folder / 'model.pt'}")
-    log(f"steps: {args.num_iterations}\ntokens: {run.tokens}\nseed: {args.seed}")
+    log(f"steps: {args.num_iterations}\ntokens: {run.total_tokens}\nseed: {args.seed}")
     for phase, seconds in log.seconds.items():
         log(f"{phase}_seconds: {seconds:.1f}")
-    log(f"tokens_per_second: {run.tokens / log.seconds['train']:.0f}")
+    log(f"tokens_per_second: {run.total_tokens / log.seconds['train']:.0f}")
     log(f"peak_memory_mib: {peak_memory(run.device):.0f}")
     if args.compile:  # training and validation compile one graph each; more mean recompilation
         log(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")

@@ -69,7 +69,7 @@ def visible_blocks_twice():
     for divisor in 1, 2:
         counts = []
         for step in range(steps + 1):
-            window = train_gpt2.window_at(step, args) // divisor
+            window = train_gpt2.window_blocks_at(step, args) // divisor
             mask = train_gpt2.attention_mask(documents, max(1, window))
             counts.append(F.max_pool2d(mask.float(), BLOCK).sum(-1).mean())
         exact.append(torch.stack(counts).mean().item())

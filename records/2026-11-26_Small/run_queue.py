@@ -31,10 +31,10 @@ CHANGES = {
     "no_normuon": [("beta2=0.95, cautious=True", "beta2=0.0, cautious=True")],
     "no_cautious_decay": [("beta2=0.95, cautious=True", "beta2=0.95, cautious=False")],
     "no_softcap": [("LOGIT_SOFTCAP = 15.0", "LOGIT_SOFTCAP = 0.0")],
-    "no_backout": [("x = x - self.backout_weight * outputs[roles.backout]", "pass")],
+    "no_backout": [("x = x - self.backout_weight * outputs[roles.reused]", "pass")],
     "no_skip": [("x = x + self.skip_weight * outputs[roles.skip_from]", "pass")],
     "no_saved_input": [
-        ("saved = outputs[roles.backout] if layer > roles.backout else None", "saved = None")
+        ("reused = outputs[roles.reused] if layer > roles.reused else None", "reused = None")
     ],
     "no_windows": ["--window=0"],
     "no_zero_projections": [("nn.init.zeros_(self.c_proj.weight)", "pass")],

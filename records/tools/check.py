@@ -184,7 +184,7 @@ def main(argv):
     report("optimizers", table)
     report("disk", check_disk(args, weights, states))
     run = train_gpt2.set_up(args, train_gpt2.StopRequest())
-    read, total = run.tokens, run.train_loader.stream.total_tokens
+    read, total = run.total_tokens, run.train_loader.stream.total_tokens
     report("data", f"the run reads {total:,} tokens {read / total:.3g} times")
     report("shards", check_shards(args))
     report("start", check_start(run))

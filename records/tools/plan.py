@@ -63,7 +63,7 @@ def visible_blocks(args, sequences):
     oldest = [np.searchsorted(ends, starts) for ends, starts in zip(last, first)]
     limits = np.arange(first.shape[1]) - oldest + 1  # by documents and causality
     steps = np.linspace(0, args.num_iterations, SAMPLED, dtype=int)
-    windows = [train_gpt2.window_at(step, args) for step in steps]
+    windows = [train_gpt2.window_blocks_at(step, args) for step in steps]
     pairs = [(window, max(1, window // 2)) for window in windows]
     return [np.mean([np.minimum(limits, window) for window in each]) for each in zip(*pairs)]
 
