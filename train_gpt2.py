@@ -1247,7 +1247,7 @@ def micro_batches(inputs, targets, size):
 
 
 def train_step(run, inputs, targets):
-    """Collective: do one optimizer step. Return a tensor: mean loss, number of stopping ranks.
+    """Collective: do one optimizer step. Return {name: 0-D tensor}, which the log shows.
 
     inputs, targets: (B, T) int64, this rank's part of the batch, which is split into micro-batches
     of at most device_batch_size sequences. On a GPU, this only launches work: nothing here waits
@@ -1263,11 +1263,13 @@ def train_step(run, inputs, targets):
     # The gradients of optimizers that are not due add up.
     due = [o for o in run.optimizers if (run.step + 1) % o.param_groups[0].get("every", 1) == 0]
     sum_gradients(due)
+    # Now all gradients of the optimizers that are due are complete: clip them, or take their norm.
     for optimizer in due:
         optimizer.step()
         optimizer.zero_grad()
     must_stop = torch.full_like(loss, run.stop.requested)  # filled on the device, without a copy
-    return sum_over_ranks(torch.stack([loss, must_stop]))
+    loss, must_stop = sum_over_ranks(torch.stack([loss, must_stop]))
+    return dict(loss=loss, must_stop=must_stop)  # add others, such as grad_norm=norm, to log them
 
 
 def sum_gradients(optimizers):
@@ -1316,7 +1318,7 @@ def train(run):
     returns, so its loss is read at once.
     """
     args, first_step = run.args, run.step
-    reports = deque()  # of launched steps: (step, losses on their way to the host, event)
+    reports = deque()  # of launched steps, see read_reports
     batch = run.train_loader.batch(run.step)
     while run.step < args.num_iterations:
         must_validate = args.val_loss_every and run.step % args.val_loss_every == 0
@@ -1333,7 +1335,8 @@ def train(run):
             save_checkpoint(run)
         report = train_step(run, *batch)
         run.step += 1
-        reports.append((run.step, *start_copy_to_host(report)))
+        values, event = start_copy_to_host(torch.stack(list(report.values())))
+        reports.append((run.step, list(report), values, event))
         if run.step < args.num_iterations:
             batch = run.train_loader.batch(run.step)
         read_reports(run, reports, keep=run.unread_steps)
@@ -1346,15 +1349,16 @@ def train(run):
 def read_reports(run, reports, keep=0):
     """Log the losses of launched steps until only `keep` are unread, and set run.stopped.
 
-    reports: deque of (step, copy of train_step's result, event or None).
+    reports: deque of (step, names of train_step's results, copy of their values, event or None).
     """
     while len(reports) > keep:
-        step, report, event = reports.popleft()
+        step, names, values, event = reports.popleft()
         if event is not None:
             event.synchronize()
-        loss, ranks_that_must_stop = report.tolist()
+        report = dict(zip(names, values.tolist()))
+        loss, ranks_that_must_stop = report.pop("loss"), report.pop("must_stop")
         run.stopped |= ranks_that_must_stop > 0
-        run.log.train_loss(step, loss)
+        run.log.train_loss(step, loss, report)
         # If only a gradient is not finite, the next loss shows it.
         if not math.isfinite(loss):
             raise UserError(f"train_loss is {loss} at step {step}: lower the learning rates")
@@ -1925,12 +1929,16 @@ class Log:
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         self(f"step:{step}/{self.args.num_iterations} {result} {times}{more}", show)
 
-    def train_loss(self, step, loss):
-        """Log a training step. The terminal shows it in the progress bar, if there is one."""
+    def train_loss(self, step, loss, others):
+        """Log a training step. The terminal shows it in the progress bar, if there is one.
+
+        others: {name: value} of further results.
+        """
         if self.bar:
             self.bar.set_postfix(step=step, loss=loss, refresh=False)
             self.bar.update()
-        self.progress(step, f"train_loss:{loss:.4f}", show=not self.bar)
+        more = "".join(f" {name}:{value:.4g}" for name, value in others.items())
+        self.progress(step, f"train_loss:{loss:.4f}", more, show=not self.bar)
 
     def progress_bar(self, step):
         """Return a context manager that shows a progress bar, if rank 0 has a terminal and tqdm."""

@@ -250,7 +250,7 @@ def take_step(model, optimizers, inputs, targets, args, step=0):
     stop = train_gpt2.StopRequest()
     run = SimpleNamespace(model=model, optimizers=optimizers, micro_batch=micro_batch, stop=stop)
     run.args, run.step = args, step
-    return train_gpt2.train_step(run, inputs, targets)[0]
+    return train_gpt2.train_step(run, inputs, targets)["loss"]
 
 
 def options(settings):
