@@ -103,7 +103,7 @@ launch() {
 # Succeed if the settings name data that the user has prepared.
 has_own_data() {
     case " $*" in
-    *" --preset"[=\ ]text* | *" --train_files"*) ;;
+    *" --preset"[=\ ]text* | *" --preset"[=\ ]small* | *" --train_files"*) ;;
     *) false ;;
     esac
 }
