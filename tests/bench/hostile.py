@@ -80,6 +80,10 @@ class Trial:
         """Run once; if the status is 0 and the run was not stopped, check its result."""
         self.counts[kind] += 1
         done = run_forked(self.settings(folder, **changes), ranks, script)
+        if done.returncode == 255 and not done.stdout + done.stderr:
+            # multiprocessing could not tell how the process ended, before it printed anything.
+            self.counts["repeated: no exit status"] += 1
+            done = run_forked(self.settings(folder, **changes), ranks, script)
         if done.returncode == 0 and "stopped by a signal" not in done.stdout:
             self.check(kind, folder, ranks, done)
         if "Traceback" in done.stderr:
@@ -259,6 +263,7 @@ def main():
                     pool.submit(trial.attempt, kind, case, folder)
             faults = sum(fault.startswith(kind) for fault in trial.faults)
             print(f"{kind:12s} {trial.counts[kind]:5d} invocations, {faults} faults", flush=True)
+    print(dict(trial.counts))
     print(f"total {trial.counts.total()} invocations, {len(trial.faults)} faults")
     sys.exit(len(trial.faults) > 0)
 
