@@ -103,7 +103,7 @@ launch() {
 # Succeed if the settings name data that the user has prepared.
 has_own_data() {
     case " $*" in
-    *" --preset"[=\ ]text* | *" --preset"[=\ ]small* | *" --train_files"*) ;;
+    *" --preset"[=\ ]text* | *" --train_files"*) ;;
     *) false ;;
     esac
 }
@@ -127,6 +127,14 @@ print(*find_spec('torch').submodule_search_locations)")
     lists_record_data ||
         echo "warning: data/torch_sources differs from the record's data (torch is not 2.13.0?)," \
             "so the loss is not comparable"
+}
+
+# Prepare the data of --preset=small: 20M tokens of FineWeb, 40 MB, unless data/small exists.
+pack_small() {
+    [ ! -e data/small/manifest.json ] || return 0
+    "$python" "$root/data/fineweb.py" --part=20000000 --out data/fineweb_part "$@"
+    "$python" "$root/data/pack.py" data/fineweb_part/*.bin --encoding gpt2-2048 \
+        --val_fraction 0.02 --out data/small
 }
 
 case "${1:-}" in
@@ -157,7 +165,13 @@ records/* | [!-]*/records/*) exec "$python" "$root/records/tools/rerun.py" "$@" 
     case " $runs $*" in
     *" --help"* | *" -h"*) launch "$script" $runs "$@" ;;
     esac
-    if has_own_data "$@"; then
+    yes=
+    case " $* " in
+    *" --yes "*) yes=--yes ;;
+    esac
+    if [[ " $*" = *" --preset"[=\ ]small* ]]; then
+        pack_small $yes
+    elif has_own_data "$@"; then
         echo "training on your own data; Ctrl-C saves a checkpoint and exits"
     elif [ "$gpus" -eq 0 ]; then
         echo "training the CPU record; Ctrl-C saves a checkpoint and exits"

@@ -31,17 +31,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         hub, (*_, revision, name) = self.server, self.path.split("/")
         if name not in hub.files or revision != "f" * 40:
             return self.send_error(404)
-        self.send_response(200)
+        content = b"x" * SIZE if hub.fault == "wrong content" else hub.files[name]
+        if hub.ranges and "Range" in self.headers:  # such as "bytes=0-1023"
+            content = content[: int(self.headers["Range"].rpartition("-")[2]) + 1]
+            self.send_response(206)
+        else:
+            self.send_response(200)
         self.send_header("ETag", f'"{hashlib.sha256(hub.files[name]).hexdigest()}"')
         self.send_header("X-Repo-Commit", revision)
-        self.send_header("Content-Length", str(SIZE))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "HEAD":
             return
         fault = hub.fault if name == TARGET and TARGET not in hub.downloads else ""
         hub.downloads.append(name)
-        content = b"x" * SIZE if fault == "wrong content" else hub.files[name]
-        end = CUT if fault in ("cut", "silence") else SIZE
+        if not fault:
+            content = content if "Range" in self.headers else hub.files[name]
+        end = CUT if fault in ("cut", "silence") else len(content)
         self.wfile.write(content[:end])
         if fault == "silence":
             hub.go_on.wait(60)
@@ -60,6 +66,7 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.out = folder, folder / "fineweb10B"
         self.fault, self.downloads, self.go_on = "", [], threading.Event()
+        self.ranges = True  # whether a part of a file can be asked for
         self.files = {
             name: write_shard(folder / name, range(i, i + 50_000)).read_bytes()
             for i, name in enumerate(NAMES)
@@ -77,7 +84,8 @@ class Hub(http.server.ThreadingHTTPServer):
             HF_ENDPOINT=endpoint, HF_HOME=str(self.folder / "home"), NO_PROXY="127.0.0.1"
         )
         command = [sys.executable, self.folder / "fineweb.py", "--out", self.out, *options]
-        command.append(f"--shards={shards}")
+        if shards is not None:
+            command.append(f"--shards={shards}")
         pipes = dict(stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen(command, env={**os.environ, **settings}, **pipes)
 
@@ -189,3 +197,27 @@ def test_invalid_arguments_are_refused(hub):
     ]:
         code, _, stderr = hub.run(shards=shards, options=options)
         assert code > 0 and sentence in stderr and not hub.downloads
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_part_of_a_shard_is_a_shard_of_its_own(hub, ranges):
+    """Also from a server that ignores the range and sends the whole file."""
+    hub.ranges = ranges
+    code, stdout, stderr = hub.run(shards=None, options=("--yes", "--part=1000"))
+    assert code == 0 and "1,000 training tokens" in stdout, stderr
+    content = hub.contents()
+    assert list(content) == [TARGET] and len(content[TARGET]) == 1024 + 2000
+    assert content[TARGET][1024:] == hub.files[TARGET][1024:3024]
+    assert fineweb.shard_size(hub.out / TARGET) == 1000
+    code, _, stderr = hub.run(shards=None, options=("--part=1000",))
+    assert code == 1 and "MB of FineWeb were not downloaded: pass --yes" in stderr
+
+
+@pytest.mark.parametrize("fault", ["gone", "wrong content"])
+def test_a_part_that_cannot_be_right_is_refused(hub, fault):
+    hub.fault = fault
+    if fault == "gone":
+        del hub.files[TARGET]
+    code, _, stderr = hub.run(shards=None, options=("--yes", "--part=1000"))
+    assert code == 1 and "run the same command again" in stderr and "Traceback" not in stderr
+    assert hub.contents() == {}

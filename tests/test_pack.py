@@ -607,3 +607,67 @@ def test_fault_14_the_command_finds_damage_in_a_packed_folder(tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["shards.py", str(out)])
     with pytest.raises(SystemExit, match=f"data/shards.py: .*{sentence}"):
         shards.main()
+
+
+# ---- GPT-2's encoding cut to its first tokens, and shards as input ------------------------------
+needs_gpt2 = pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="GPT-2's vocabulary is missing")
+
+
+@needs_gpt2
+@pytest.mark.parametrize("size", [257, 300, 2048, 50256])
+def test_a_cut_encoding_merges_like_gpt2s_up_to_its_size(size):
+    """It is a byte-pair encoding: applying GPT-2's first merges in order gives the same tokens."""
+    encoding, gpt2 = pack.get_encoding(f"gpt2-{size}"), tiktoken.get_encoding("gpt2")
+    assert (encoding.n_vocab, encoding.eot_token) == (size + 1, size)
+    ranks = gpt2._mergeable_ranks
+    for text in " The theory of 1905, naïve €😀", "in\n\n  there", TEXTS[5]:
+        tokens = encoding.encode_ordinary(text)
+        assert encoding.decode(tokens) == text and max(tokens) < size
+        expected = []
+        for token in gpt2.encode_ordinary(text):
+            parts = [bytes([byte]) for byte in gpt2.decode_single_token_bytes(token)]
+            while True:
+                pairs = [ranks.get(a + b, size) for a, b in itertools.pairwise(parts)]
+                if not pairs or min(pairs) >= size:
+                    break
+                at = pairs.index(min(pairs))
+                parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            expected += [ranks[part] for part in parts]
+        # A merge may also join parts of two of GPT-2's tokens, so the cut encoding has no more.
+        assert len(tokens) <= len(expected)
+        assert b"".join(map(encoding.decode_single_token_bytes, expected)) == text.encode()
+
+
+@needs_gpt2
+@pytest.mark.parametrize("name", ["gpt2-256", "gpt2-50257", "gpt2-0", "gpt2-x"])
+def test_a_size_without_an_encoding_is_refused(name, tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    sentence = refusal(tmp_path / "out", tmp_path / "a.txt", "--encoding", name)
+    wanted = "tiktoken has no encoding" if name == "gpt2-x" else "between 257 and 50256"
+    assert wanted in sentence and name in sentence
+
+
+@needs_gpt2
+def test_a_shard_of_gpt2s_tokens_is_packed_as_its_texts(tmp_path):
+    """Such as FineWeb's, plain or compressed."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i, text in enumerate(TEXTS[:40]):
+        (folder / f"{i:03d}.txt").write_bytes(text.encode())
+    packed(tmp_path / "gpt2", folder, "--encoding", "gpt2", "--val_fraction", "0.2")
+    shard = tmp_path / "gpt2" / "train_000001.bin"
+    compressed = tmp_path / "shard.bin.xz"
+    compressed.write_bytes(lzma.compress(shard.read_bytes()))
+    for number, path in enumerate((shard, compressed)):
+        out = tmp_path / f"again{number}"
+        manifest = packed(out, path, "--encoding", "gpt2-2048", "--val_fraction", "0.2")
+        assert (manifest["encoding"], manifest["vocab_size"]) == ("gpt2-2048", 2049)
+        encoding = pack.get_encoding("gpt2-2048")
+        tokens = np.concatenate([shard_tokens(out, "train"), shard_tokens(out, "val")])
+        texts = encoding.decode(tokens.tolist()).split("<|endoftext|>")
+        gpt2 = tiktoken.get_encoding("gpt2")
+        expected = gpt2.decode(shard_tokens(tmp_path / "gpt2", "train").tolist())
+        assert sorted(texts) == sorted(expected.split("<|endoftext|>"))
+    (tmp_path / "bad.bin").write_bytes(shard.read_bytes()[:1024] + b"\xff\xff" * 9)
+    sentence = refusal(tmp_path / "out", tmp_path / "bad.bin", "--encoding", "bytes")
+    assert "token 65535, which GPT-2 lacks" in sentence

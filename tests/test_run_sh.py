@@ -101,6 +101,7 @@ def test_run_sh_data_packs_the_sources_of_torch(clone):
         (0, "", "--seed=1", 1, "--preset=cpu --seed=1"),
         (0, "2", "", 2, "--preset=cpu"),
         (0, "", "--preset=text", 1, "--preset=cpu --preset=text"),
+        (0, "", "--preset=small", 1, "--preset=cpu --preset=small"),
         (8, "", "--yes --seed=1", 8, "--seed=1"),
         (8, "1", "--seed=1 --yes", 1, "--seed=1"),
         (8, "", "--preset cpu", 1, "--preset=cpu --preset cpu"),
@@ -236,3 +237,18 @@ def test_a_slurm_job_is_requeued_if_a_signal_has_stopped_it(
     )
     assert done.returncode == status, done.stderr
     assert ("requeue" in done.stdout) == requeued
+
+
+def test_the_data_of_preset_small_are_prepared_once(clone):
+    """They are a part of FineWeb; --yes downloads it without asking."""
+    part = "data/fineweb.py --part=20000000 --out data/fineweb_part"
+    for yes in "", "--yes":
+        _, lines, _ = run_sh(clone, "--preset=small", *yes.split())
+        assert f"{part} {yes}".strip() in lines
+        assert any(line.startswith("data/pack.py ") and "gpt2-2048" in line for line in lines)
+        assert lines[-1] == "train_gpt2.py --preset=cpu --preset=small"
+    manifest = clone / "data" / "small" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    _, lines, _ = run_sh(clone, "repeat", "5", "--preset=small")
+    assert not any("fineweb.py" in line or "pack.py" in line for line in lines)

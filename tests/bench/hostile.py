@@ -1,6 +1,6 @@
 """Interrupt, damage and starve tiny runs, and check that no result is lost, wrong or inherited.
 
-    python tests/bench/hostile.py [--kinds=kills,chains,...] [--parallel=2] [--seed=0]
+    python tests/bench/hostile.py [--kinds=kills,chains,...] [--seed=0]
 
 Each case ends with a resume without faults. Then model.pt must have the bits of an undisturbed run,
 the log must hold its loss and no other, and the tools must be able to read it. A run that ends with
@@ -9,7 +9,6 @@ Kinds that need strace are skipped where it is missing.
 """
 
 import argparse
-import gc
 import os
 import random
 import re
@@ -81,8 +80,6 @@ class Trial:
         """Run once; if the status is 0 and the run was not stopped, check its result."""
         self.counts[kind] += 1
         done = run_forked(self.settings(folder, **changes), ranks, script)
-        if self.counts.total() % 20 == 0:
-            gc.collect()  # closes the pipes of processes that have ended
         if done.returncode == 0 and "stopped by a signal" not in done.stdout:
             self.check(kind, folder, ranks, done)
         if "Traceback" in done.stderr:
@@ -133,18 +130,20 @@ class Trial:
         return launcher(folder, code)
 
     # ---- The kinds. Each yields functions of a new folder.
-    def kills(self):
-        """SIGKILL and SIGTERM at every line of the machinery, in a first and in a resumed run."""
-        folder = self.parent / "count"
+    def kills(self, kind="kills", number=9):
+        """A signal at every line of the machinery that a run executes."""
+        folder = self.parent / f"count{number}"
         folder.mkdir()
-        self.run("kills", folder, script=self.traced(folder, -1, 9))
-        lines = int((folder / "lines").read_text())
-        for number in 9, 15:
-            for at in range(1, lines + 1, 1 if number == 9 else 3):
-                yield lambda folder, at=at, number=number: (
-                    self.run("kills", folder, script=self.traced(folder, at, number)),
-                    self.end("kills", folder),
-                )
+        self.run(kind, folder, script=self.traced(folder, -1, number))
+        for at in range(1, int((folder / "lines").read_text()) + 1):
+            yield lambda folder, at=at: (
+                self.run(kind, folder, script=self.traced(folder, at, number)),
+                self.end(kind, folder),
+            )
+
+    def stops(self):
+        """SIGTERM instead of SIGKILL."""
+        yield from self.kills("stops", 15)
 
     def chains(self):
         """Kills at random lines of each start, on one to three ranks, until the run ends."""
@@ -240,9 +239,8 @@ class Trial:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = "kills,chains,disks,damages,doubles,writes,late_locks"
+    kinds = "kills,stops,chains,disks,damages,doubles,writes,late_locks"
     parser.add_argument("--kinds", default=kinds)
-    parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as parent:
@@ -255,11 +253,10 @@ def main():
             if kind in ("writes", "late_locks") and not shutil.which("strace"):
                 print(f"{kind}: skipped, strace is missing")
                 continue
-            with ThreadPoolExecutor(args.parallel) as pool:
-                for number, case in enumerate(getattr(trial, kind)()):
-                    folder = trial.parent / f"{kind}{number}"
-                    folder.mkdir()
-                    pool.submit(trial.attempt, kind, case, folder)
+            for number, case in enumerate(getattr(trial, kind)()):
+                folder = trial.parent / f"{kind}{number}"
+                folder.mkdir()
+                trial.attempt(kind, case, folder)
             faults = sum(fault.startswith(kind) for fault in trial.faults)
             print(f"{kind:12s} {trial.counts[kind]:5d} invocations, {faults} faults", flush=True)
     print(dict(trial.counts))
