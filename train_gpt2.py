@@ -1476,6 +1476,9 @@ def save_and_stop(run):
     advice = f"to continue, add --run_id={run.args.run_id} --resume=auto"
     run.log(f"saved a checkpoint in {run.folder}; {advice}")
     run.log(f"stopped by a signal after step {run.step}")
+    if run.log.unwritten:
+        fix = "free disk space, then resume the run"
+        raise UserError(f"{run.log.path} lacks the last lines, but a checkpoint was saved: {fix}")
 
 
 # ---- Machinery: command line ---------------------------------------------------------------------
@@ -1900,6 +1903,12 @@ class Log:
                 else:
                     print(line, flush=True)
 
+    def open(self):
+        """Open the file to append to it. Removes a last line that was cut by a kill or an edit."""
+        self.file = open(self.path, "ab", buffering=0)
+        self.size = self.path.read_bytes().rfind(b"\n") + 1
+        self.file.truncate(self.size)
+
     def write(self, data):
         """Append bytes to the file, all or none. What is not written is kept for the next call."""
         if self.file is None:
@@ -1907,7 +1916,7 @@ class Log:
         self.unwritten += data
         with contextlib.suppress(OSError):  # the disk may be full
             if self.is_lost():
-                self.file, self.size = open(self.path, "ab", buffering=0), 0
+                self.open()
                 warning = f"warning: {self.path} was deleted, replaced or cut; it goes on here\n"
                 self.unwritten = self.header + warning.encode() + self.unwritten
             written = self.file.write(self.unwritten)
@@ -2106,18 +2115,25 @@ def claim_folder(run):
     check_owner(run)
     lock_folder(run)
     check_owner(run)  # again, because another process may just have finished the same run
-    run.log.file = open(run.log.path, "ab", buffering=0)
-    run.log.size = run.log.file.tell()
+    run.log.open()
 
 
 def check_owner(run):
     """Raise UserError unless the folder is new, or the run's own and to be continued."""
     folder, is_marked = run.folder, (run.folder / "run.lock").is_file()
-    if not is_marked and (any(folder.glob("*")) or run.log.path.exists()):
+    log_is_foreign = run.log.path.exists() and not (run.args.resume == "auto" and lost_folder(run))
+    if not is_marked and (any(folder.glob("*")) or log_is_foreign):
         fix = "move it with its log, or pass another --run_id"
         raise UserError(f"{folder} was not created by a run of this script: {fix}")
     if run.args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
+
+
+def lost_folder(run):
+    """Return whether the log is that of a run whose folder was deleted before it had a result."""
+    text = run.log.path.read_text(errors="replace") if run.log.path.is_file() else ""
+    title = f"{LOG_TITLE}, run_id={run.args.run_id}\n"
+    return text.startswith(title) and "\nval_loss: " not in text
 
 
 def lock_folder(run):

@@ -137,7 +137,8 @@ def test_the_starts_of_a_run_share_a_seed(tmp_path):
     """The script may have been edited between two of them, which the tools then say."""
     path = write_log(tmp_path / "a.txt", stopped_at=29)
     text = path.read_text()
-    again = write_log(tmp_path / "b.txt", device="CPU two", target_val_loss=1.4).read_text()
+    changes = dict(device="CPU two", target_val_loss=1.4)
+    again = write_log(tmp_path / "b.txt", first=25, **changes).read_text()
     path.write_text(text + again)
     run = runlog.read(path)
     assert run.finished and run.facts["device"] == "CPU two"
@@ -151,6 +152,22 @@ def test_the_starts_of_a_run_share_a_seed(tmp_path):
     with pytest.raises(ValueError, match="the script was edited between two starts"):
         compare.check_finished(run)
     path.write_text(text + again.replace("seed=", "seed=1"))
+    with pytest.raises(ValueError, match="if resumed, the same seed again"):
+        runlog.read(path)
+
+
+def test_a_start_without_a_checkpoint_does_not_count_after_the_run_began_anew(tmp_path):
+    """Unless it has given a result: two results of different runs are never taken for one."""
+    path = tmp_path / "a.txt"
+    lost = write_log(path, stopped_at=29, source="print('old')", seed=2).read_text()
+    whole = write_log(path).read_text()
+    path.write_text(lost + whole)
+    run = runlog.read(path)
+    assert run.finished and not run.edited and run.seed == 1
+    assert [step for step, _, _ in run.points["train"]] == list(range(1, 41))
+    path.write_text(whole.replace("a script", "another") + whole)
+    assert runlog.read(path).edited
+    path.write_text(whole.replace("seed=", "seed=1") + whole)
     with pytest.raises(ValueError, match="if resumed, the same seed again"):
         runlog.read(path)
 

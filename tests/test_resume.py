@@ -169,6 +169,49 @@ def test_a_log_that_is_lost_goes_on_with_its_header(how, fields, loss, tmp_path)
     check_log(fields, loss)
 
 
+def test_a_kill_in_a_write_that_a_full_disk_cut_leaves_no_false_result(
+    fields, loss, tmp_path, monkeypatch
+):
+    """F1: the cut line was still in the log after the resume: `val_loss: 4Log of ...`."""
+    write = train_gpt2.Log.write
+
+    def cut(log, data):
+        if log.file is not None and data.startswith(b"val_loss: "):
+            log.file.write(data[:11])
+            raise KeyboardInterrupt
+        write(log, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt2.Log, "write", cut)
+        with pytest.raises(KeyboardInterrupt):
+            run_here(fields)
+    assert results(fields) == [f"{loss:.0f}"]
+    trained(fields)
+    check_log(fields, loss)
+
+
+def test_a_log_that_was_replaced_survives_a_full_disk(fields, loss, tmp_path):
+    """A failed write into the reopened file cut it to nothing."""
+    path = tmp_path / "logs" / "r.txt"
+    replace = "data = path.read_bytes(); path.unlink(); path.write_bytes(data)"
+    fault = f"path = Path({str(path)!r}); {replace}; {LIMIT.format('len(data) + 10')}"
+    script = faulty_script(tmp_path, fault)
+    assert run_forked({**fields, "save_every": 2}, script=script).returncode == 1
+    assert "\nstep:4/6 train_loss:" in path.read_text()
+    trained(fields)
+    check_log(fields, loss)
+
+
+def test_a_stop_with_lines_that_could_not_be_logged_is_an_error(fields, loss, tmp_path):
+    log = f"{tmp_path}/logs/r.txt"
+    fault = f"os.kill(os.getpid(), signal.SIGTERM); {LIMIT.format(f'os.path.getsize({log!r})')}"
+    done = run_forked(fields, script=faulty_script(tmp_path, fault))
+    assert done.returncode == 1
+    assert "r.txt lacks the last lines, but a checkpoint was saved: free disk" in done.stderr
+    trained(fields)
+    check_log(fields, loss)
+
+
 # ---- Other runs ----------------------------------------------------------------------------------
 @needs_strace
 def test_a_slow_start_does_not_overwrite_a_finished_run(tiny, tmp_path):
@@ -205,6 +248,46 @@ def test_a_run_killed_before_its_first_step_starts_again_from_the_same_file(fiel
     done = run_forked(fields, script=launcher(tmp_path, code))
     assert done.returncode == -signal.SIGKILL
     assert f"\nstarting from {weights}\n" in trained(fields)
+
+
+def test_a_deleted_folder_does_not_block_a_restart(fields, loss, tmp_path):
+    """M5: after a crash, the same command refused the log, so torchrun could not restart the run.
+
+    The log of a finished run, and one of another name, are still refused.
+    """
+    log, folder = tmp_path / "logs" / "r.txt", tmp_path / "logs" / "r"
+    fields["save_every"] = 2
+    fault = f"os.rename({str(folder)!r}, {str(tmp_path / 'moved')!r}); {KILL}"
+    script = faulty_script(tmp_path, fault)
+    assert run_forked(fields, script=script).returncode == -signal.SIGKILL
+    other = log.with_name("other.txt")
+    shutil.copy(log, other)
+    refused = "was not created by a run of this script: move it with its log"
+    for changes in {"resume": ""}, {"run_id": "other"}:
+        with pytest.raises(train_gpt2.UserError, match=refused):
+            run_here(fields, **changes)
+    trained(fields)
+    check_log(fields, loss)
+    shutil.rmtree(folder)
+    with pytest.raises(train_gpt2.UserError, match=refused):
+        run_here(fields)
+
+
+@pytest.mark.parametrize("change", ["seed", "script"])
+def test_a_run_that_begins_anew_under_its_name_is_read(change, fields, loss, tmp_path):
+    """Its first start died without a checkpoint; no tool could read the log, or it was `edited`."""
+    died = {**fields, "resume": ""}
+    script = SCRIPT
+    if change == "seed":
+        died["seed"] = 1
+    else:
+        script = tmp_path / "train_gpt2.py"
+        script.write_text(SCRIPT.read_text() + "# an edit\n")
+    killed = run_forked(died, script=faulty_script(tmp_path, KILL, script=script))
+    assert killed.returncode == -signal.SIGKILL
+    trained(fields)
+    check_log(fields, loss)
+    assert not runlog.read(tmp_path / "logs" / "r.txt").edited
 
 
 def test_a_path_that_begins_with_auto_is_a_path(fields, loss, tmp_path, monkeypatch, capsys):

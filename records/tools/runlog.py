@@ -157,6 +157,20 @@ class Run:
         return None if found is None else int(found.removesuffix("MiB"))
 
 
+def without_lost_starts(text):
+    """Return a log from the last start at step 0, unless an earlier start has given a result.
+
+    A run that dies before its first checkpoint begins anew, perhaps with another seed or script.
+    """
+    parts = re.split(r"^(?=Log of train_gpt2\.py, run_id=)", text, flags=re.M)
+    for number in reversed(range(len(parts))):
+        earlier = "".join(parts[:number])
+        first = POINT.search(parts[number])
+        if first and int(first["step"]) <= 1 and not re.search("^val_loss: ", earlier, re.M):
+            return "".join(parts[number:])
+    return text
+
+
 def starts_in(text):
     """Return [(source, settings, body)] of the starts in a log, without those cut by a kill.
 
@@ -221,6 +235,7 @@ def read(path):
     require(path.is_file(), f"{path} is not a regular file: name the log of a run, logs/RUN.txt")
     text = path.read_text(errors="replace")
     text = text[: text.rfind("\n") + 1]  # a run that is still going may have written half a line
+    text = without_lost_starts(text)
     try:
         run = read_starts(path, text)
         for line in text.splitlines():
