@@ -268,15 +268,22 @@ def read_rows(file, text_field):
         yield number, text if isinstance(text, str) else None
 
 
-def read_shard(file, text_field):
-    """Yield (number, text) of the documents in a shard of GPT-2's tokens, such as FineWeb's."""
-    encoding = get_encoding("gpt2")
-    tokens = np.frombuffer(file.read()[4 * SHARD_HEADER :], "<u2")
+def read_shard(file, path):
+    """Yield (number, text) of the documents in a shard of tokens, such as FineWeb's.
+
+    The encoding is that of the manifest beside the shard, else GPT-2's. Raises ValueError if the
+    shard is incomplete or holds other tokens.
+    """
+    encoding = get_encoding(read_manifest(path.parent / "manifest.json").get("encoding", "gpt2"))
+    header = np.frombuffer(file.read(4 * SHARD_HEADER), "<i4").tolist()
+    tokens = np.frombuffer(file.read(), "<u2")
+    if header[2:3] != [len(tokens)]:
+        raise ValueError("it is not a complete shard of tokens")
+    if tokens.max() > encoding.eot_token:
+        raise ValueError(f"it has token {tokens.max()}, which {encoding.name} lacks")
     starts = np.flatnonzero(tokens == encoding.eot_token)
     documents = [part[part != encoding.eot_token] for part in np.split(tokens, starts)]
-    for number, document in enumerate((part for part in documents if len(part)), start=1):
-        if document.max() > encoding.eot_token:
-            raise ValueError(f"it has token {document.max()}, which GPT-2 lacks")
+    for number, document in enumerate(filter(len, documents), start=1):
         yield number, encoding.decode(document.tolist())
 
 
@@ -348,7 +355,8 @@ def read_documents(file, path, text_field="text", split_at=None, separators=None
             is_parquet = reader is read_rows and head.startswith(b"PAR1")
             is_shard = reader is read_shard and head.startswith(SHARD_MAGIC.to_bytes(4, "little"))
             is_other = format_of(head) and not (is_parquet or is_shard)
-            rows = [(1, head)] if is_other else reader(content, text_field)
+            argument = path if reader is read_shard else text_field
+            rows = [(1, head)] if is_other else reader(content, argument)
             for line, text in rows:
                 place = f"{file}:{line}"
                 fault = fault_of(text, text_field)

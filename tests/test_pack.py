@@ -668,6 +668,18 @@ def test_a_shard_of_gpt2s_tokens_is_packed_as_its_texts(tmp_path):
         gpt2 = tiktoken.get_encoding("gpt2")
         expected = gpt2.decode(shard_tokens(tmp_path / "gpt2", "train").tolist())
         assert sorted(texts) == sorted(expected.split("<|endoftext|>"))
-    (tmp_path / "bad.bin").write_bytes(shard.read_bytes()[:1024] + b"\xff\xff" * 9)
-    sentence = refusal(tmp_path / "out", tmp_path / "bad.bin", "--encoding", "bytes")
-    assert "token 65535, which GPT-2 lacks" in sentence
+    data = shard.read_bytes()
+    for content, wanted in (data[:-2], "complete shard"), (data[:-2] + b"\xff\xff", "token 65535"):
+        (tmp_path / "bad.bin").write_bytes(content)
+        sentence = refusal(tmp_path / "out", tmp_path / "bad.bin", "--encoding", "bytes")
+        assert wanted in sentence
+
+
+def test_a_shard_of_bytes_is_read_by_the_manifest_beside_it(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("One text.\n" * 50)
+    packed(tmp_path / "bytes", text)
+    packed(tmp_path / "again", tmp_path / "bytes" / "train_000001.bin")
+    parts = [shard_tokens(tmp_path / "again", split) for split in ("train", "val")]
+    found, expected = np.concatenate(parts), shard_tokens(tmp_path / "bytes", "train")
+    assert np.array_equal(found[found < 256], expected[expected < 256])

@@ -29,7 +29,7 @@ CHANGES = {
     "no_value_tables": [("if layer in roles.values:", "if False:")],
     "no_ngram_table": ["--ngram_rows=0"],
     "no_normuon": [("beta2=0.95, cautious=True", "beta2=0.0, cautious=True")],
-    "no_cautious_decay": [("beta2=0.95, cautious=True", "beta2=0.95, cautious=False")],
+    "no_cautious_decay": ["--muon_weight_decay=0"],
     "no_softcap": [("LOGIT_SOFTCAP = 15.0", "LOGIT_SOFTCAP = 0.0")],
     "no_backout": [("x = x - self.backout_weight * outputs[roles.reused]", "pass")],
     "no_skip": [("x = x + self.skip_weight * outputs[roles.skip_from]", "pass")],
@@ -106,8 +106,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parallel", type=int, default=2)
     with ThreadPoolExecutor(parser.parse_args().parallel) as pool:
-        for name, seed in RUNS:
-            pool.submit(train, name, seed)
+        futures = [pool.submit(train, name, seed) for name, seed in RUNS]
+    for future in futures:
+        future.result()  # raises what was raised in a run
 
 
 if __name__ == "__main__":
