@@ -68,7 +68,12 @@ def script_step_of(script, run):
     run.optimizers = script.build_optimizers(run.model, run.args)
     if run.args.compile:
         script.compile_model(run)
-    return lambda *batch: script.train_step(run, *batch)[0]
+
+    def step(*batch):
+        report = script.train_step(run, *batch)
+        return report["loss"] if isinstance(report, dict) else report[0]  # a tensor in old copies
+
+    return step
 
 
 @functools.cache  # each process prepares only one side

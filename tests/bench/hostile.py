@@ -5,7 +5,7 @@
 Each case ends with a resume without faults. Then model.pt must have the bits of an undisturbed run,
 the log must hold its loss and no other, and the tools must be able to read it. A run that ends with
 status 0 must satisfy this at once. Prints a line for each fault that it finds, and counts by kind.
-Kinds that need strace are skipped where it is missing.
+Kinds that need strace or root are skipped where they are missing.
 """
 
 import argparse
@@ -168,6 +168,22 @@ class Trial:
                 self.end("disks", folder, save_every=0),
             )
 
+    def tmpfs(self):
+        """The disk is full at 63 sizes, the smallest without space for a log; then it has space."""
+        for size in range(100, 604, 8):
+
+            def fill(folder, size=size):
+                mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", folder]
+                subprocess.run(mount, check=True)
+                try:
+                    self.run("tmpfs", folder / "logs")
+                    subprocess.run(["mount", "-o", "remount,size=64m", folder], check=True)
+                    self.end("tmpfs", folder / "logs")
+                finally:
+                    subprocess.run(["umount", folder], check=True)
+
+            yield fill
+
     def damages(self):
         """The newest checkpoint is cut, or a byte of it is changed."""
         for number in range(60):
@@ -240,7 +256,7 @@ class Trial:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = "kills,stops,chains,disks,damages,doubles,writes,late_locks"
+    kinds = "kills,stops,chains,disks,tmpfs,damages,doubles,writes,late_locks"
     parser.add_argument("--kinds", default=kinds)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -253,6 +269,9 @@ def main():
         for kind in args.kinds.split(","):
             if kind in ("writes", "late_locks") and not shutil.which("strace"):
                 print(f"{kind}: skipped, strace is missing")
+                continue
+            if kind == "tmpfs" and os.geteuid() != 0:
+                print(f"{kind}: skipped, only root may mount it")
                 continue
             for number, case in enumerate(getattr(trial, kind)()):
                 folder = trial.parent / f"{kind}{number}"
