@@ -164,9 +164,15 @@ UNUSABLE = [
     ("s_1.bin is not a file", lambda folder: (folder / "s_1.bin").mkdir()),
     ("s_1.bin is not a file", lambda folder: os.mkfifo(folder / "s_1.bin")),  # open() would block
     ("s_1.bin is not a file", lambda folder: (folder / "s_1.bin").symlink_to("nowhere")),
-    ("two shards are equal", lambda folder: shutil.copy(folder / "s_0.bin", folder / "s_1.bin")),
-    ("two shards are equal", lambda folder: (folder / "s_1.bin").symlink_to("s_0.bin")),
-    ("overlap", lambda folder: shutil.copy(folder / "s_0.bin", folder / "val.bin")),
+    (
+        "two shards of .* are identical",
+        lambda folder: shutil.copy(folder / "s_0.bin", folder / "s_1.bin"),
+    ),
+    ("two shards of .* are identical", lambda folder: (folder / "s_1.bin").symlink_to("s_0.bin")),
+    (
+        "are identical: remove the copy, and keep train and val apart",
+        lambda folder: shutil.copy(folder / "s_0.bin", folder / "val.bin"),
+    ),
     ("is being packed", lambda folder: (folder / ".pack").mkdir()),
 ]
 

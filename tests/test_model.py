@@ -383,7 +383,9 @@ def order_of_work(settings, unread_steps, stop_at=None):
     run.unread_steps = unread_steps
     train_step = train_gpt2.train_step
     events, logged_losses = [], []
-    run.log = SimpleNamespace(train_loss=lambda step, loss: logged_losses.append((step, loss)))
+    run.log = SimpleNamespace(
+        train_loss=lambda step, loss, more: logged_losses.append((step, loss))
+    )
 
     def launch(run, inputs, targets):
         events.append(f"launch {run.step + 1}")

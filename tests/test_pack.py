@@ -312,7 +312,7 @@ def test_a_text_that_tiktoken_cannot_encode_is_a_fault(tmp_path, monkeypatch):
         (("a.txt", "--val_fraction", 1), "--val_fraction=1.0 must be at least 0 and less"),
         (
             ("a.txt", "--encoding", "klingon"),
-            "tiktoken has no encoding klingon: give bytes or gpt2",
+            "tiktoken has no encoding klingon: give bytes, gpt2 or gpt2-2048",
         ),
         (
             ("a.txt", "--encoding", "cl100k_base"),
