@@ -363,3 +363,12 @@ def run_the_example_of_readme(rank, world_size):
 
 def test_the_sharded_example_in_readme_runs(tmp_path):
     run_ranks(run_the_example_of_readme, 2, tmp_path / "ranks")
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_mesh_of_one_rank_works_too(options, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        train_on_mesh(0, 1, None, "rows", options)
+    finally:
+        dist.destroy_process_group()
