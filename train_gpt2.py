@@ -1689,9 +1689,10 @@ def configure_backend(args, device):
     # it is made on one element (https://github.com/pytorch/pytorch/issues/188792).
     for function in torch.cos, torch.sin, torch.sqrt:
         function(torch.ones(1))
-    # Despite their names, these two options also affect CPUs. Short sequences train faster without
-    # the fused attention kernel (measured). The second option keeps attention scores in bfloat16.
+    # Despite their names, the next two options also affect CPUs. Short sequences train faster
+    # without the fused attention kernel (measured).
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
+    # Without the fused kernel, keep attention scores in bfloat16.
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
     # would not be bit-reproducible.
