@@ -2121,17 +2121,18 @@ def claim_folder(run):
 
 def check_owner(run):
     """Raise UserError unless the folder is new, or the run's own and to be continued."""
-    folder, is_marked = run.folder, (run.folder / "run.lock").is_file()
-    log_is_foreign = run.log.path.exists() and not (run.args.resume == "auto" and lost_folder(run))
-    if not is_marked and (any(folder.glob("*")) or log_is_foreign):
-        fix = "move it with its log, or pass another --run_id"
-        raise UserError(f"{folder} was not created by a run of this script: {fix}")
-    if run.args.resume != "auto" and any(folder.glob("*.pt")):
+    folder, auto = run.folder, run.args.resume == "auto"
+    if not (folder / "run.lock").is_file():
+        has_foreign_log = run.log.path.exists() and not (auto and has_lost_its_folder(run))
+        if has_foreign_log or any(folder.glob("*")):
+            fix = "move it with its log, or pass another --run_id"
+            raise UserError(f"{folder} was not created by a run of this script: {fix}")
+    if not auto and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
 
 
-def lost_folder(run):
-    """Return whether the log is that of a run whose folder was deleted before it had a result."""
+def has_lost_its_folder(run):
+    """Return whether the log is that of this run, whose folder was deleted before its result."""
     text = run.log.path.read_text(errors="replace") if run.log.path.is_file() else ""
     title = f"{LOG_TITLE}, run_id={run.args.run_id}\n"
     return text.startswith(title) and "\nval_loss: " not in text
