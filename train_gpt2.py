@@ -661,7 +661,7 @@ def build_model(args, dtype):
 
 
 # ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist --
-# The coefficients (a, b, c) of each Newton-Schulz iteration. Edit them to try others, at least 3.
+# Coefficients (a, b, c) of the Newton-Schulz iterations. Edit them to try others; at least three.
 NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
 
 
@@ -669,24 +669,24 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     """Orthogonalize G = U S V^T by Newton-Schulz iterations: return approximately U V^T.
 
     G: (M, N) or (K, M, N), of any float dtype; it is not modified. dtype: dtype of the matmuls.
-    Returns bfloat16, because Muon sends it to other ranks. For norms below 1e-6, the result's
-    singular values fall short of 1. Raises ValueError if G is not 2-D or 3-D.
+    Returns bfloat16, the dtype in which Muon sends updates to other ranks. If the norm of G is
+    below 1e-6, the singular values fall short of 1. Raises ValueError if G is not 2-D or 3-D.
     Source: https://kellerjordan.github.io/posts/muon/
     """
     if G.ndim not in (2, 3):
         raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix or a stack of matrices")
-    # float64, because squaring 1e30 overflows float32; MPS lacks it.
+    # float64, because squaring 1e30 overflows float32. MPS has no float64.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
     # Two reductions are faster than one over the whole matrix.
     row_norms = torch.linalg.vector_norm(G, dim=-1, dtype=norm_dtype)
     norms = (torch.linalg.vector_norm(row_norms, dim=-1) + 1e-7).float()  # () or (K,)
     if G.ndim == 3:
         norms = norms[:, None, None]
-    # A 0-D norm does not convert bfloat16 to float32, so dividing by it is faster.
+    # Dividing by a 0-D tensor leaves a bfloat16 matrix in bfloat16, which is faster.
     X = (G.to(torch.promote_types(G.dtype, dtype)) / norms).to(dtype)
     is_tall = G.size(-2) > G.size(-1)
     X = X.mT if is_tall else X  # (m, n) with m <= n, or a stack
-    m, n = X.shape[-2:]
+    m, n = X.shape[-2:]  # from n = 2 m on, the Gram variant is faster
     X = newton_schulz(X) if n < 2 * m else gram_newton_schulz(X)
     return (X.mT if is_tall else X).bfloat16()
 
@@ -707,7 +707,7 @@ def newton_schulz(X):
 
 
 def gram_newton_schulz(X):
-    """Return the result of newton_schulz, faster if X is at least twice as long as wide.
+    """Return the result of newton_schulz, in less time if n >= 2 m.
 
     The next R is (a I + Z) R (a I + Z). It is therefore enough to iterate on the small matrix R, to
     accumulate the factors a I + Z in Q, and to multiply X only once, by Q. In bfloat16, R drifts
@@ -716,16 +716,14 @@ def gram_newton_schulz(X):
     """
     mm, addmm = (torch.mm, torch.addmm) if X.ndim == 2 else (torch.bmm, torch.baddbmm)
     identity = torch.eye(X.size(-2), dtype=X.dtype, device=X.device)
-    for (a, b, c), *others in NEWTON_SCHULZ[:2], NEWTON_SCHULZ[2:]:
-        R = mm(X, X.mT)
-        Z = addmm(R, R, R, beta=b, alpha=c)
-        Q = Z + a * identity
-        for next_a, b, c in others:
-            R = addmm(R, R, Z, beta=a)  # R (a I + Z)
-            R = addmm(R, Z, R, beta=a)  # (a I + Z) R (a I + Z)
+    for coefficients in NEWTON_SCHULZ[:2], NEWTON_SCHULZ[2:]:
+        R, Q = mm(X, X.mT), None
+        for i, (a, b, c) in enumerate(coefficients):
             Z = addmm(R, R, R, beta=b, alpha=c)
-            Q = addmm(Q, Z, Q, beta=next_a)  # (a I + Z) Q, with the next a
-            a = next_a
+            Q = Z + a * identity if Q is None else addmm(Q, Z, Q, beta=a)  # (a I + Z) Q
+            if i < len(coefficients) - 1:  # the last R is not needed
+                R = addmm(R, R, Z, beta=a)  # R (a I + Z)
+                R = addmm(R, Z, R, beta=a)  # (a I + Z) R (a I + Z)
         X = mm(Q, X)
     return X
 
@@ -739,7 +737,7 @@ class Muon(torch.optim.Optimizer):
     params: 2-D matrices, or 4-D convolution kernels, which are flattened to (M, N).
     lr: RMS change of an entry per step.
     momentum: decay of the moving average of gradients.
-    weight_decay: each step shrinks the entries that it updates by lr * weight_decay.
+    weight_decay: a step multiplies the entries that it updates by 1 - lr * weight_decay.
     rank, world_size: this process's rank in process_group (None: the default group), and its size.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32.
     beta2: decay of NorMuon's moving averages, which even out the sizes of an update's rows
@@ -748,18 +746,18 @@ class Muon(torch.optim.Optimizer):
     Raises ValueError if a parameter or a value is invalid.
 
     Several ranks: gradients must already be summed or averaged over the ranks, and a parameter
-    needs a gradient on all ranks or on none. One rank orthogonalizes each matrix and sends the
-    update to the others. Parameters may be DTensors with any placements, as fully_shard makes them;
-    these need neither rank nor world_size. The state of a parameter is placed like the parameter,
-    so any rank's state_dict() is complete; torch.distributed.checkpoint saves that of DTensors.
+    needs a gradient on all ranks or on none. Each matrix is orthogonalized by one rank, which sends
+    the update to the others. Parameters may be DTensors with any placements, such as those created
+    by fully_shard; they require neither rank nor world_size. The state of a parameter is placed
+    like the parameter. Without DTensors, the state_dict() of every rank is complete. With them,
+    save it with torch.distributed.checkpoint.
 
-    Updates are scaled by sqrt(max(M, N)). From other optimizers, convert:
+    Updates are scaled by sqrt(max(M, N)). To convert the values of another optimizer:
 
-                                                 lr             weight_decay
-        AdamW, or match_rms_adamw of torch's     0.2 * lr       weight_decay / 0.2
-        torch's by default, Keller Jordan's      lr / sqrt(N)   weight_decay * sqrt(N)
+        AdamW; torch.optim.Muon with "match_rms_adamw"    0.2 * lr       weight_decay / 0.2
+        torch.optim.Muon by default; Keller Jordan's      lr / sqrt(N)   weight_decay * sqrt(N)
 
-    With N = 768, his lr of 0.02 becomes 0.0007. Use one param group for each N.
+    With N = 768, an lr of 0.02 becomes 0.0007. Use a separate param group for each N.
     """
 
     def __init__(
@@ -790,7 +788,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Collective: update all parameters in place; return the closure's loss, if given."""
+        """Collective: update all parameters in place; return the closure's loss, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -819,11 +817,12 @@ class Muon(torch.optim.Optimizer):
             rank_costs[owner] += len(stack) * matrix_cost(stack[0])
             if owner == self.rank:
                 mine.update(stack)
-        # The stacks of a bucket usually go to different ranks, which compute them in parallel. Its
-        # all-reduce runs while they compute the next ones.
-        buckets = [stacks[i : i + self.world_size] for i in range(0, len(stacks), self.world_size)]
-        started = [self.start_updates(bucket, group, mine) for bucket in buckets]
-        for updates, work in started:
+        # The stacks of a bucket usually belong to different ranks, which work in parallel. The
+        # all-reduce of a bucket overlaps with the computation of the next one.
+        pending = []
+        for i in range(0, len(stacks), self.world_size):
+            pending.append(self.start_updates(stacks[i : i + self.world_size], group, mine))
+        for updates, work in pending:
             if work is not None:
                 work.wait()
             for p, update in updates.items():
@@ -854,10 +853,10 @@ class Muon(torch.optim.Optimizer):
 
     def write_updates(self, stack, group, updates):
         """Write the orthogonalized directions of a stack into updates."""
-        shape = len(stack), *matrix_shape(stack[0])
+        shape = (len(stack), *matrix_shape(stack[0]))
         directions = torch.empty(shape, dtype=self.dtype, device=stack[0].device)
         for p, direction in zip(stack, directions):
-            direction.copy_(self.direction(p, group).flatten(1))
+            direction.copy_(self.nesterov_direction(p, group).flatten(1))
         if len(stack) == 1:
             directions = directions[0]  # (M, N): a plain matmul is faster than a batched one
         results = zeropower_via_newtonschulz5(directions, self.dtype)
@@ -881,27 +880,29 @@ class Muon(torch.optim.Optimizer):
     def update_dtensors(self, group):
         """Collective: update the DTensors of a group.
 
-        The ranks of a mesh take turns: each receives one whole matrix of a stack, orthogonalizes it
-        and sends the shards of the update back.
+        Each rank of the mesh gathers at most one whole matrix of a stack, orthogonalizes it, and
+        sends the shards of the update back.
         """
         params = [p for p in group["params"] if is_dtensor(p) and p.grad is not None]
         for stack in stacks_of(params):
             for p in stack:
                 self.update_momentum(p, group)
-            directions = torch.stack([self.direction(p, group).to(self.dtype) for p in stack])
-            # One matrix, or none, on each rank. Whoever has DTensors has imported dist.tensor.
-            turns = [dist.tensor.Shard(0)] * directions.device_mesh.ndim
-            whole = directions.redistribute(placements=turns)
+            directions = torch.stack(
+                [self.nesterov_direction(p, group).to(self.dtype) for p in stack]
+            )
+            # At most one matrix on each rank. dist.tensor is imported already if DTensors exist.
+            one_per_rank = [dist.tensor.Shard(0)] * directions.device_mesh.ndim
+            whole = directions.redistribute(placements=one_per_rank)
             updates = torch.empty_like(whole, dtype=torch.bfloat16)
             for direction, update in zip(whole.to_local(), updates.to_local()):
                 result = zeropower_via_newtonschulz5(direction.flatten(1), self.dtype)
                 update.copy_(result.view(update.shape))
             if group["beta2"]:
-                rows = torch.stack([self.state[p]["row_squares"] for p in stack])
-                averages = rows.redistribute(placements=turns)
+                shards = torch.stack([self.state[p]["row_squares"] for p in stack])
+                averages = shards.redistribute(placements=one_per_rank)
                 for update, average in zip(updates.to_local(), averages.to_local()):
                     normalize_rows(update.flatten(1), average, group["beta2"])
-                for p, average in zip(stack, averages.redistribute(placements=rows.placements)):
+                for p, average in zip(stack, averages.redistribute(placements=shards.placements)):
                     self.state[p]["row_squares"].copy_(average)
             for p, update in zip(stack, updates.redistribute(placements=directions.placements)):
                 self.apply_update(p, update, group)
@@ -910,21 +911,22 @@ class Muon(torch.optim.Optimizer):
         """Add the gradient of p to its momentum, a moving average of gradients."""
         self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
 
-    def direction(self, p, group):
-        """Return the Nesterov momentum of p, which looks one step ahead, placed like p."""
+    def nesterov_direction(self, p, group):
+        """Return the momentum of p after one step of lookahead, with the placement of p."""
         return torch.lerp(p.grad, self.state[p]["momentum_buffer"], group["momentum"])
 
     def apply_update(self, p, update, group):
-        """Move p by an update of its shape and placement, and let it decay."""
+        """Apply weight decay to p, then add an update of its shape and placement, scaled."""
         if group["weight_decay"]:
             # Where the update is 0, for example without a gradient, nothing decays.
-            decays = p * update > 0 if group["cautious"] else update != 0
-            p.mul_(torch.where(decays, 1 - group["lr"] * group["weight_decay"], 1.0))
+            decay_mask = p * update > 0 if group["cautious"] else update != 0
+            p.mul_(torch.where(decay_mask, 1 - group["lr"] * group["weight_decay"], 1.0))
         scale = max(matrix_shape(p)) ** 0.5  # gives the update an RMS of 1
         p.add_(update, alpha=-group["lr"] * scale)
 
     def load_state_dict(self, state_dict):
         """Load a state_dict. Raises ValueError if it belongs to another type of optimizer."""
+        # Of all optimizers, only this one has both options.
         if not all({"beta2", "cautious"} <= group.keys() for group in state_dict["param_groups"]):
             raise ValueError("the state is not Muon's: load one that this class has saved")
         super().load_state_dict(state_dict)
@@ -942,9 +944,11 @@ def check_muon_group(group):
             fix = "split stacks into matrices, and give other parameters to AdamW"
             raise ValueError(f"Muon takes 2-D and 4-D parameters, not {tuple(p.shape)}: {fix}")
         if p.device != group["params"][0].device:
-            raise ValueError(f"a param group is on {p.device} and another device: use one for each")
+            raise ValueError(
+                f"a param group is on {p.device} and another device: use one group for each"
+            )
         if is_dtensor(p) and p.device_mesh.get_coordinate() is None:
-            raise ValueError(f"a DTensor's mesh, {p.device_mesh}, lacks this rank: leave it out")
+            raise ValueError(f"a DTensor's mesh, {p.device_mesh}, lacks this rank: omit it here")
     lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
     beta2 = group["beta2"]
     if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0 and 0 <= beta2 < 1):
@@ -953,7 +957,7 @@ def check_muon_group(group):
 
 
 def is_dtensor(p):
-    """Return whether p is a DTensor. Importing the class takes a second."""
+    """Return whether p is a DTensor, without importing DTensor, which takes a second."""
     return hasattr(p, "placements")
 
 
@@ -963,9 +967,9 @@ def matrix_shape(p):
 
 
 def matrix_cost(p):
-    """Return the cost of orthogonalizing a matrix relative to others, within 25%."""
+    """Return the relative cost of orthogonalizing a matrix, accurate to 25%."""
     m, n = sorted(matrix_shape(p))
-    return m * m * (2 * m + n)  # products of (m, m) and of (m, n) matrices
+    return m * m * (2 * m + n)  # (m, m) @ (m, m), and (m, m) @ (m, n)
 
 
 def normalize_rows(update, average, beta2):
@@ -978,16 +982,17 @@ def normalize_rows(update, average, beta2):
     squares = update.float().square().mean(dim, keepdim=True)
     average.lerp_(squares.type_as(average), 1 - beta2)
     scale = average.float().clamp(min=1e-10).rsqrt()
-    norm_ratio = (squares.sum() / (squares * scale.square()).sum().clamp(min=1e-20)).sqrt()
-    update.mul_(scale * norm_ratio)
+    old = squares.sum()
+    new = (squares * scale.square()).sum().clamp(min=1e-20)
+    update.mul_(scale * (old / new).sqrt())
 
 
 def stacks_of(params):
     """Split params into stacks of one shape, sorted by the cost of a matrix, the largest first.
 
-    The matrices of a stack share batched matmuls: up to eight, with at most 2**20 entries together.
-    The number of ranks must not matter, because the size of a batched matmul can change the last
-    bits of its result. A stack of DTensors has up to one matrix for each rank of their mesh.
+    A stack holds up to eight matrices with at most 2**20 entries in total, or one larger matrix.
+    They share batched matmuls. Stacks must not depend on the number of ranks, because the size of a
+    batched matmul can change the last bits. For DTensors, a stack has one matrix for each rank.
     """
     alike = {}
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
@@ -995,7 +1000,9 @@ def stacks_of(params):
         alike.setdefault((p.shape, placement), []).append(p)
     stacks = []
     for (shape, placement), members in alike.items():
-        size = placement[0].size() if placement else max(1, min(8, 2**20 // max(1, shape.numel())))
+        size = max(1, min(8, 2**20 // max(1, shape.numel())))
+        if placement is not None:
+            size = placement[0].size()  # ranks of the mesh
         stacks += [members[i : i + size] for i in range(0, len(members), size)]
     return stacks
 
@@ -1433,7 +1440,7 @@ def main(args, stop=None):
         return None
     restore(run)
     log_header(run)
-    if run.start and Path(run.start).parent != run.folder and not save_checkpoint(run):
+    if run.start and not is_own(run, run.start) and not save_checkpoint(run):
         raise UserError("the first checkpoint was not written: free disk space, then start again")
     if args.compile:
         run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
@@ -1911,24 +1918,26 @@ class Log:
         self.file.truncate(self.size)
 
     def write(self, data):
-        """Append bytes to the file, all or none. What is not written is kept for the next call."""
+        """Append bytes to the file, all or nothing. Unwritten bytes are kept for the next call."""
         if self.file is None:
             return
         self.unwritten += data
         with contextlib.suppress(OSError):  # the disk may be full
             if self.is_lost():
                 self.open()
-                warning = f"warning: {self.path} was deleted, replaced or cut; it goes on here\n"
+                warning = (
+                    f"warning: {self.path} was deleted, replaced or cut; logging continues here\n"
+                )
                 self.unwritten = self.header + warning.encode() + self.unwritten
             written = self.file.write(self.unwritten)
             if written < len(self.unwritten):
-                self.file.truncate(self.size)  # half a number would look like a result
+                self.file.truncate(self.size)  # a cut number could be mistaken for a result
             else:
                 self.size = self.file.tell()
                 self.unwritten = b""
 
     def is_lost(self):
-        """Return whether somebody else has deleted, replaced or cut the file."""
+        """Return whether another process has deleted, replaced or cut the file."""
         same = self.path.exists() and os.path.samefile(self.path, self.file.fileno())
         return not same or os.fstat(self.file.fileno()).st_size < self.size
 
@@ -1969,7 +1978,7 @@ class Log:
 
     @contextlib.contextmanager
     def timed(self, phase):
-        """Time a with block as a phase of its own. The enclosing phase is paused meanwhile.
+        """Time a `with` block as a separate phase, and pause the enclosing one.
 
         The block must end by synchronizing with the device, for example with .item().
         """
@@ -2023,7 +2032,7 @@ def log_summary(run):
         log(f"{phase}_seconds: {seconds:.1f}")
     log(f"tokens_per_second: {run.total_tokens / log.seconds['train']:.0f}")
     log(f"peak_memory_mib: {peak_memory(run.device):.0f}")
-    if args.compile:  # training and validation compile one graph each; more mean recompilation
+    if args.compile:  # two are expected, of training and validation; more indicate recompilation
         log(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
 
 
@@ -2032,7 +2041,7 @@ FORMAT = 4  # version of the .pt files
 
 
 def save(run, name, **more):
-    """Write the weights, settings and facts of a run, and more, atomically. Return whether it did.
+    """Write weights, settings, facts and `more` atomically. Return whether this succeeded.
 
     Only rank 0 writes; other ranks return True. A failure, for example because the disk is full, is
     logged. If a tensor is not finite, all ranks raise UserError.
@@ -2069,7 +2078,7 @@ def save_checkpoint(run):
     if not save(run, path.name, optimizers=states, train_seconds=run.log.seconds["train"]):
         return False
     if get_rank() == 0:
-        # Checkpoints with a higher step do not count: they are damaged, and were skipped on resume.
+        # Ignore later checkpoints: resuming skipped them, because they are damaged.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
             with contextlib.suppress(OSError):
@@ -2096,11 +2105,11 @@ def read_pt(path):
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
         version = state["format"]
     except Exception as error:  # both modules raise many types of exceptions
-        # After an error of the machine, the file may be undamaged. EINVAL comes from a damaged one.
+        # An I/O or memory error says nothing about the file, except EINVAL, which damage causes.
         if isinstance(error, (OSError, MemoryError)) and getattr(error, "errno", 0) != errno.EINVAL:
             raise
         with open(path, "rb") as file:
-            start = file.read(30)  # shows a web page or a pointer of Git LFS
+            start = file.read(30)  # reveals a web page or a Git LFS pointer
         cause = f"{error!r:.200}; it begins with {start}"
         raise UserError(f"{path} is damaged or not from train_gpt2.py ({cause})") from None
     if version != FORMAT:
@@ -2110,7 +2119,7 @@ def read_pt(path):
 
 
 def claim_folder(run):
-    """On rank 0, reserve the run's folder, which the file run.lock marks, and open the log."""
+    """On rank 0, lock the run's folder, which run.lock marks, and open the log."""
     if get_rank() != 0:
         return
     check_owner(run)
@@ -2120,7 +2129,7 @@ def claim_folder(run):
 
 
 def check_owner(run):
-    """Raise UserError unless the folder is new, or the run's own and to be continued."""
+    """Raise UserError if the folder is foreign, or has results without --resume=auto."""
     folder, auto = run.folder, run.args.resume == "auto"
     if not (folder / "run.lock").is_file():
         has_foreign_log = run.log.path.exists() and not (auto and has_lost_its_folder(run))
@@ -2139,7 +2148,7 @@ def has_lost_its_folder(run):
 
 
 def lock_folder(run):
-    """Make the folder, unless it exists, and lock it until this process ends."""
+    """Create the folder if needed, and lock it until this process ends."""
     run.folder.mkdir(parents=True, exist_ok=True)
     run.lock = open(run.folder / "run.lock", "a")
     try:
@@ -2151,14 +2160,14 @@ def lock_folder(run):
 
 
 def keep_folder(run):
-    """Make the folder again if it was deleted. Raises UserError if another one is in its place."""
+    """Recreate the folder if it was deleted. Raises UserError if another one is in its place."""
     lock_path = run.folder / "run.lock"
     if lock_path.exists() and os.path.samefile(lock_path, run.lock.fileno()):
         return
     if any(run.folder.glob("*")):
         raise UserError(f"{run.folder} was replaced by another folder: move it, and start again")
     lock_folder(run)
-    run.log(f"warning: {run.folder} was deleted with its checkpoints; it is made again")
+    run.log(f"warning: {run.folder} was deleted with its checkpoints; recreated it")
 
 
 def is_finished(run):
@@ -2209,26 +2218,31 @@ def load_checkpoint(run, path):
     state = read_pt(path)
     if "optimizers" not in state:
         raise UserError(f"{path} holds only weights: start a new run with --init={path}")
-    facts, is_own = dict(run.facts), Path(path).parent == run.folder
-    if not is_own:
-        del facts["initial_weights"]  # of the other run
+    facts = dict(run.facts)
+    if not is_own(run, path):
+        del facts["initial_weights"]  # another run may have started from other weights
     check_same(run, facts, state, path)
     threads = state.get("threads", torch.get_num_threads())
     if threads != torch.get_num_threads():
-        run.log(f"warning: with {threads} threads, as before, the results would be bit-identical")
+        run.log(f"warning: the last bits will differ: {path} was saved with {threads} threads")
     load_weights(run.model, state["model"], path)
     for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
         # The options in param_groups are those of this script, not of the checkpoint.
         optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
     run.step, run.val_loss = state["step"], state["val_loss"]
     run.log.seconds["train"] = state["train_seconds"]
-    if is_own:
+    if is_own(run, path):
         with contextlib.suppress(UserError):  # there is no best.pt, or it is damaged
             run.best_loss = read_pt(run.folder / "best.pt")["val_loss"]
 
 
+def is_own(run, path):
+    """Return whether a file is in the folder of the run."""
+    return Path(path).resolve().parent == run.folder.resolve()
+
+
 def load_weights(model, weights, path):
-    """Load weights from a file. Raises UserError if they are those of another model."""
+    """Load weights from a file. Raises UserError if they do not fit the model."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -2238,11 +2252,11 @@ def load_weights(model, weights, path):
 def check_same(run, facts, state, path):
     """Raise UserError unless a file was saved with these facts; warn if the script has changed.
 
-    num_iterations may be larger than in the file. A fact of None is unknown, and fits all.
+    num_iterations may be larger than in the file. None means unknown and matches anything.
     """
     if state.get("source", digest(SOURCE)) != digest(SOURCE):
         run.log(f"warning: the script has changed since it saved {path}")
-    # A setting that is missing from the file has its default.
+    # Settings that are missing from the file take their defaults.
     saved = dict.fromkeys(facts) | vars(Hyperparameters()) | state["facts"]
     may_grow = settings_with_role(run.args, "growing")
     different = ", ".join(

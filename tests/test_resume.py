@@ -162,7 +162,7 @@ def test_a_log_that_is_lost_goes_on_with_its_header(how, fields, loss, tmp_path)
         "cut": f"os.truncate({str(path)!r}, 100)",
     }[how]
     shown = trained(fields, script=faulty_script(tmp_path, fault))
-    assert "was deleted, replaced or cut; it goes on here" in path.read_text()
+    assert "was deleted, replaced or cut; logging continues here" in path.read_text()
     assert f"\nval_loss: {loss:.4f}\n" in shown
     if how == "cut":  # the rest of the first start is not a log
         path.write_text(path.read_text()[path.read_text().rindex("Log of train_gpt2.py, ") :])

@@ -446,7 +446,7 @@ def test_a_deleted_folder_is_made_again_under_its_name(moment, tiny, tmp_path, m
         return
     assert run_here(fields) is not None
     log = folder.with_suffix(".txt").read_text()
-    assert f"warning: {folder} was deleted with its checkpoints; it is made again" in log
+    assert f"warning: {folder} was deleted with its checkpoints; recreated it" in log
     assert checkpoints(folder) == [f"state_step{step:010d}.pt" for step in (9, 12, 15, 18)]
     shutil.copy(folder / "run.lock", tmp_path)
     assert run_here(fields, resume="auto") is None  # nothing to do
@@ -779,4 +779,4 @@ def test_a_file_system_without_locks_is_only_warned_about(tiny, monkeypatch, cap
 def test_another_number_of_threads_is_a_warning(half, monkeypatch, capsys):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     run_here(half)
-    assert "warning: with 1 threads, as before, the results would be bit" in capsys.readouterr().out
+    assert "state_step0000000003.pt was saved with 1 threads" in capsys.readouterr().out
