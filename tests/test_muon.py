@@ -144,7 +144,7 @@ def test_parameters_that_are_not_matrices_are_refused(shape):
 
 def test_a_group_on_two_devices_is_refused():
     params = [nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4, 4, device="meta"))]
-    with pytest.raises(ValueError, match="on meta and another device: use one for each"):
+    with pytest.raises(ValueError, match="on meta and another device: use one group for each"):
         Muon(params, lr=0.02)
     Muon([dict(params=[p]) for p in params], lr=0.02)
 
