@@ -39,7 +39,7 @@ import zlib
 from collections import Counter, deque
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 # By default, idle threads of libgomp spin so long that they slow down training and other programs.
 # This must be set before importing torch. An explicit OMP_WAIT_POLICY wins.
@@ -98,6 +98,9 @@ class Hyperparameters:
     max_ngram: int = architecture(2, "longest n-gram in tokens, at least 2", needs="ngram_rows")
 
     seed: int = training(1337, "seed of initial weights, --shuffle and --ngram_dropout")
+    equal_keys: bool = training(
+        False, "keys of the last layer start with the weights of its queries", needs="model"
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = training("auto", "dtype of matmuls")
     batch_size: int = training(512, "sequences per step, over all processes")
     sequence_length: int = training(1024, "tokens per sequence")
@@ -175,8 +178,8 @@ PRESETS = {
         modern_recipe(
             128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
             vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,  # gpt2-2048
-            n_layer=8, window=256, batch_size=8, sequence_length=512, device_batch_size=8,
-            num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
+            n_layer=8, window=2048, batch_size=8, sequence_length=512, device_batch_size=8,
+            num_iterations=400, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
         ),
     ),
     "cpu": (
@@ -190,8 +193,8 @@ PRESETS = {
             model="modern", ngram_rows=2**18, max_ngram=6,
             batch_size=8, sequence_length=512, shuffle=True,
             num_iterations=34, warmdown_fraction=0.5, final_lr=0.3,
-            learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.2,
-            muon_learning_rate=0.005, muon_momentum=0.85,
+            learning_rate=0.02, embedding_learning_rate=0.3, ngram_learning_rate=0.6,
+            muon_learning_rate=0.005, muon_momentum=0.85, equal_keys=True,
             val_loss_every=0, val_tokens=822 * 512,  # all complete sequences
             target_val_loss=1.32,
         ),
@@ -206,8 +209,8 @@ PRESETS = {
             model="modern", ngram_rows=2**18, max_ngram=6, ngram_dropout=0.7,
             batch_size=8, sequence_length=512,
             num_iterations=960, warmdown_fraction=0.8, muon_warmup_fraction=0.15,
-            learning_rate=0.004, embedding_learning_rate=0.1, ngram_learning_rate=0.04,
-            muon_learning_rate=0.0015,
+            learning_rate=0.004, embedding_learning_rate=0.1, ngram_learning_rate=0.12,
+            muon_learning_rate=0.0015, equal_keys=True,
             val_loss_every=240, val_tokens=0, target_val_loss=0.0, save_every=240,
         ),
     ),
@@ -409,49 +412,58 @@ GATE_CHANNELS = 12  # a value gate reads only the first channels of its attentio
 LOGIT_SOFTCAP = 15.0
 
 
-class LayerRoles:
-    """The layers that differ from the others in a model of n layers, counted from 0.
+class Layer(NamedTuple):
+    """What one layer of the modern model has, beside an MLP."""
 
-    The numbers at the ends of the comments are for n = 11, as in the public records. In a small
+    has_attention: bool
+    has_value_table: bool  # a learned embedding of the token is added to attention's values
+    is_long: bool  # attention has the long window and offset keys
+    starts_skip: bool  # its output is added to the input of the layer with ends_skip
+    ends_skip: bool
+    is_saved: bool  # its output is what layers with reads_saved read
+    reads_saved: bool  # attention reads the saved output instead of the residual stream
+
+
+def modern_layers(n):
+    """Return a Layer for each of n layers.
+
+    The comments count layers from 0 and name those of the public records, which have 11. In a small
     model, most layers have several roles.
     """
-
-    def __init__(self, n):
-        self.values = {1, 2, n - 3, n - 2, n - 1}  # have value embeddings: 1, 2, 8, 9, 10
-        self.long = {n // 3, n - 1}  # have the long window and offset keys: 3, 10
-        # Attention in later layers reads this layer's output instead of its own input. Finally, the
-        # model subtracts a learned multiple of it from the stream: 7.
-        self.reused = max(0, min(2 * n // 3, n - 2))
-        self.skip_from = n // 3  # its output is added to the input of skip_to: 3
-        self.skip_to = (n + 1) // 2 if n >= 8 else None  # has no attention: 6
+    saved = max(0, min(2 * n // 3, n - 2))  # 7
+    skip_end = (n + 1) // 2 if n >= 8 else None  # 6
+    return [
+        Layer(
+            has_attention=i != skip_end,
+            has_value_table=i in (1, 2, n - 3, n - 2, n - 1),  # 1, 2, 8, 9, 10
+            is_long=i in (n // 3, n - 1),  # 3, 10
+            starts_skip=i == n // 3,  # 3
+            ends_skip=i == skip_end,
+            is_saved=i == saved,
+            reads_saved=i > saved,  # 8, 9, 10
+        )
+        for i in range(n)
+    ]
 
 
 class ModernAttention(CausalSelfAttention):
     """Attention with rotary positions on half of the channels.
 
-    LayerRoles says which layers add a learned embedding of the token to each value, and which have
-    offset keys: each key takes its unrotated channels from the previous token's key, even across a
-    document boundary. A query can then find the token that followed an earlier copy of its token.
-    In the last layer, queries and keys have equal weights at first, so it can do so from the start.
+    A value table adds a learned embedding of the token to each value. Offset keys take their
+    channels without position from the previous token's key, even across a document boundary. A
+    query can then find the token that followed an earlier copy of its token.
     """
 
     def __init__(self, args, layer, dtype):
         super().__init__(args)
-        for linear in self.c_q, self.c_k, self.c_v:
-            init_uniform(linear)
-        if layer == args.n_layer - 1:
-            self.c_k.load_state_dict(self.c_q.state_dict())  # related: arxiv.org/abs/2305.09828
-        roles = LayerRoles(args.n_layer)
-        self.offset_keys = layer in roles.long
+        self.offset_keys = layer.is_long
         frequencies = self.rotary_frequencies(args.n_embd // args.n_head)
         has_position = (frequencies > 0).repeat(2)  # (D,)
         self.register_buffer("has_position", has_position, persistent=False)
         self.value_table = self.value_gate = None
-        if layer in roles.values:
+        if layer.has_value_table:
             self.value_table = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
-            nn.init.normal_(self.value_table.weight, std=0.5)
             self.value_gate = CastedLinear(GATE_CHANNELS, args.n_head, bias=False)
-            nn.init.zeros_(self.value_gate.weight)
 
     def rotary_frequencies(self, D):
         """Return D/4 frequencies from 1 to 1/1024, and D/4 zeros for channels without position."""
@@ -469,12 +481,6 @@ class ModernAttention(CausalSelfAttention):
             v = v + gate[..., None] * self.split_heads(self.value_table(tokens))
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.c_proj(y.transpose(1, 2).flatten(2))
-
-
-def init_uniform(layer):
-    """Fill a linear layer with uniform values of standard deviation 0.5 / sqrt(columns)."""
-    bound = (3 * 0.5**2 / layer.in_features) ** 0.5
-    nn.init.uniform_(layer.weight, -bound, bound)
 
 
 def attend(q, k, v, mask):
@@ -507,19 +513,16 @@ def attention_mask(documents, window_blocks):
         sequence = torch.arange(B, device=device)[:, None, None]
         position = torch.arange(T, device=device)
         return visible(sequence, 0, position[:, None], position)[:, None]  # (B, 1, T, T)
+    # Which blocks of keys each block of queries sees: (B, queries, keys). Documents ascend, so two
+    # blocks share one if the first document of the later block is in the earlier block.
+    query_first = documents[:, ::BLOCK].unsqueeze(2)
+    key_last = documents[:, BLOCK - 1 :: BLOCK].unsqueeze(1)
     block = torch.arange(T // BLOCK, device=device)
-    distance = block[:, None] - block  # (queries, keys), in blocks
-    # Documents ascend, so a block shares a document with an earlier block if and only if its first
-    # document is at most the earlier block's last one.
-    first_of_query = documents[:, ::BLOCK].unsqueeze(2)  # (B, queries, 1)
-    last_of_key = documents[:, BLOCK - 1 :: BLOCK].unsqueeze(1)  # (B, 1, keys)
-    shared = first_of_query <= last_of_key  # (B, queries, keys)
-    seen = shared & (distance >= 0) & (distance < window_blocks)
+    distance = block[:, None] - block
+    seen = (query_first <= key_last) & (distance >= 0) & (distance < window_blocks)
+    # FlexAttention reads the first `counts` entries of each row of indices.
     counts = seen.sum(-1, dtype=torch.int32)
-    # A query's block sees `counts` consecutive blocks; the last is its own. BlockMask reads only
-    # the first `counts` entries of each row of indices.
-    first = block - counts + 1
-    indices = (first[:, :, None] + block).clamp(max=len(block) - 1).int()
+    indices = seen.int().argsort(dim=-1, descending=True, stable=True).int()
     return BlockMask.from_kv_blocks(
         counts[:, None], indices[:, None], BLOCK_SIZE=BLOCK, mask_mod=visible
     )
@@ -528,12 +531,10 @@ def attention_mask(documents, window_blocks):
 class ModernBlock(nn.Module):
     def __init__(self, args, layer, dtype):
         super().__init__()
-        has_attention = layer != LayerRoles(args.n_layer).skip_to
-        self.attn = ModernAttention(args, layer, dtype) if has_attention else None
+        self.attn = ModernAttention(args, layer, dtype) if layer.has_attention else None
         self.mlp = MLP(args)
-        init_uniform(self.mlp.c_fc)
         # Weights of the residual stream, of the token embeddings and of the n-gram embeddings.
-        self.input_weights = nn.Parameter(torch.tensor([1.0, 0.0, 0.3]))
+        self.input_weights = nn.Parameter(torch.empty(3))
 
     def forward(self, x, x0, ngram_embeddings, attention_input, tokens, mask):
         """Return the residual stream after this block, (B, T, C).
@@ -566,7 +567,7 @@ class NgramTable(nn.Module):
         self.register_buffer("seed", torch.tensor(args.seed), persistent=False)
         self.adagrad = args.ngram_learning_rate > 0
         dtype = torch.float32 if self.adagrad else dtype
-        self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(args.ngram_rows, args.n_embd, dtype=dtype))
 
     def forward(self, inputs):  # (B, T) to (B, T, C)
         hash_of_ngram = inputs
@@ -593,16 +594,15 @@ class NgramTable(nn.Module):
         tokens, and the seed. Unlike random numbers, it depends neither on the number of ranks nor
         on earlier batches. Within a sequence, all copies of an n-gram are kept or all are dropped.
         """
-        salt = 2 * (inputs.sum(1)[:, None, None] + 1000003 * self.seed) + 1  # odd: loses no bits
-        # Multiplicative hashing: the int64 product wraps around, and its highest bits are mixed
-        # best. The multiplier is that of Knuth's MMIX generator.
-        product = hashes * salt * 6364136223846793005
-        uniform = (product >> 44) / 2**20 + 0.5  # from the highest 20 of 64 bits, in [0, 1)
+        # Multiplicative hashing with an odd salt and the multiplier of Knuth's MMIX generator. The
+        # int64 product wraps around. Its highest 20 bits, which are mixed best, give the number.
+        salt = 2 * (inputs.sum(1)[:, None, None] + 1000003 * self.seed) + 1
+        uniform = (hashes * salt * 6364136223846793005 >> 44) / 2**20 + 0.5  # in [0, 1)
         return uniform >= self.dropout
 
 
 class ModernGPT(nn.Module):
-    """A GPT with ideas of later public records. LayerRoles places them for any number of layers.
+    """A GPT with ideas of later public records, and any number of layers (see modern_layers).
 
     The input of every layer is a learned weighted sum of the residual stream, the token embeddings,
     x0, and the n-gram embeddings. Activations and embedding tables have the given dtype, except a
@@ -615,17 +615,16 @@ class ModernGPT(nn.Module):
     def __init__(self, args, dtype=torch.float32):
         super().__init__()
         self.dtype = dtype
-        self.roles = LayerRoles(args.n_layer)
-        self.wte = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)  # normal(0, 1)
+        self.layers = modern_layers(args.n_layer)
+        self.wte = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
         self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
-        self.h = nn.ModuleList(ModernBlock(args, layer, dtype) for layer in range(args.n_layer))
-        if self.roles.skip_to is not None:
-            self.skip_weight = nn.Parameter(
-                torch.tensor(0.18)
-            )  # initial value of the public records
-        self.backout_weight = nn.Parameter(torch.tensor(0.5))
+        self.h = nn.ModuleList(ModernBlock(args, layer, dtype) for layer in self.layers)
+        self.has_skip = any(layer.ends_skip for layer in self.layers)
+        if self.has_skip:
+            self.skip_weight = nn.Parameter(torch.empty(()))
+        self.backout_weight = nn.Parameter(torch.empty(()))
         self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
-        nn.init.zeros_(self.lm_head.weight)
+        self.init_weights(args)
         self.document_token = args.document_token
         self.has_window = args.window > 0
         # apply_schedule changes this buffer; it starts at the final window, for inference. Changing
@@ -633,9 +632,46 @@ class ModernGPT(nn.Module):
         window_blocks = torch.tensor(window_blocks_at(args.num_iterations, args))
         self.register_buffer("window_blocks", window_blocks, persistent=False)
 
+    def init_weights(self, args):
+        """Fill all weights with their initial values.
+
+        weights                   initial values                       public records
+        wte                       normal, standard deviation 1
+        c_q, c_k, c_v, mlp.c_fc   uniform, standard deviation
+                                  0.5 / sqrt(columns)                  77 (q, k, v), 62 (c_fc)
+                                  with equal_keys, last c_k is c_q     our own
+        c_proj, value_gate        zeros (c_proj: by its class)         62
+        value_table               normal, standard deviation 0.01      70
+        ngrams, lm_head           zeros                                62, 8
+        input_weights             1.1 stream, 0 tokens, 0.1 n-grams    45, 62
+        skip_weight               0.18, or sigmoid(-1.5)               45
+        backout_weight            0.5                                  40
+        """
+        nn.init.normal_(self.wte.weight)
+        nn.init.zeros_(self.lm_head.weight)
+        if self.ngrams is not None:
+            nn.init.zeros_(self.ngrams.weight)
+        if self.has_skip:
+            nn.init.constant_(self.skip_weight, 0.18)
+        nn.init.constant_(self.backout_weight, 0.5)
+        for layer, block in zip(self.layers, self.h):
+            block.input_weights.data.copy_(torch.tensor([1.1, 0.0, 0.1]))
+            uniform = [block.mlp.c_fc]
+            if layer.has_attention:
+                uniform += [block.attn.c_q, block.attn.c_k, block.attn.c_v]
+            for linear in uniform:
+                bound = 0.5 * (3 / linear.in_features) ** 0.5  # sqrt(3) standard deviations
+                nn.init.uniform_(linear.weight, -bound, bound)
+            if layer.has_value_table:
+                nn.init.normal_(block.attn.value_table.weight, std=0.01)
+                nn.init.zeros_(block.attn.value_gate.weight)
+        if args.equal_keys:
+            # Queries of the last layer find earlier copies of their token from the first step on.
+            # Related: https://arxiv.org/abs/2305.09828
+            self.h[-1].attn.c_k.load_state_dict(self.h[-1].attn.c_q.state_dict())
+
     def forward(self, inputs, targets=None):
         """Return the loss or logits, with arguments and results as in GPT."""
-        roles = self.roles
         ngram_embeddings = 0.0 if self.ngrams is None else self.ngrams(inputs).to(self.dtype)
         x = x0 = norm(self.wte(inputs)).to(self.dtype)  # (B, T, C)
         long = short = None
@@ -643,15 +679,18 @@ class ModernGPT(nn.Module):
             documents = (inputs == self.document_token).cumsum(1)
             long = attention_mask(documents, self.window_blocks)
             short = attention_mask(documents, (self.window_blocks // 2).clamp(min=1))
-        outputs = []
-        for layer, block in enumerate(self.h):
-            if layer == roles.skip_to:
-                x = x + self.skip_weight * outputs[roles.skip_from]
-            mask = long if layer in roles.long else short
-            reused = outputs[roles.reused] if layer > roles.reused else None
-            x = block(x, x0, ngram_embeddings, reused, inputs, mask)
-            outputs.append(x)
-        x = x - self.backout_weight * outputs[roles.reused]
+        skip = saved = None
+        for layer, block in zip(self.layers, self.h):
+            if layer.ends_skip:
+                x = x + self.skip_weight * skip
+            mask = long if layer.is_long else short
+            attention_input = saved if layer.reads_saved else None
+            x = block(x, x0, ngram_embeddings, attention_input, inputs, mask)
+            if layer.starts_skip:
+                skip = x
+            if layer.is_saved:
+                saved = x
+        x = x - self.backout_weight * saved
         return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
 
 

@@ -53,7 +53,6 @@ def make_model(dtype="float32", **changes):
                 nn.init.normal_(p, std=0.3)
             elif "c_proj" in name:
                 nn.init.normal_(p, std=0.1)
-        nn.init.normal_(model.h[-1].attn.c_k.weight, std=0.1)  # at first, it equals that of c_q
     return model, args
 
 
@@ -253,7 +252,7 @@ def first_departure(history, module, n_layer, length):
         training.update()
         # Rounding of bfloat16 updates alone makes differences of up to 7e-5 and 3e-3.
         changes = [(p - q).norm() / q.norm() for p, q in zip(ours, plain.parameters())]
-        if abs(loss.item() - our_loss) > 1e-4 or max(changes) > 2e-2:
+        if abs(loss.item() - our_loss) > 1e-4 or max(changes) > 1e-2:
             return step
     return None
 
@@ -346,10 +345,13 @@ def test_the_presets_have_the_values_of_the_public_records(preset):
     assert group["lr"] * group["weight_decay"] == pytest.approx(1.2 * 0.03**2)
 
 
-def test_with_11_layers_the_roles_are_those_of_the_public_records():
-    roles = train_gpt2.LayerRoles(11)
-    assert (roles.values, roles.long) == ({1, 2, 8, 9, 10}, {3, 10})
-    assert (roles.reused, roles.skip_from, roles.skip_to) == (7, 3, 6)
+def test_11_layers_are_those_of_the_public_records():
+    layers = train_gpt2.modern_layers(11)
+    found = {name: [i for i in range(11) if getattr(layers[i], name)] for name in layers[0]._fields}
+    assert found == dict(
+        has_attention=[0, 1, 2, 3, 4, 5, 7, 8, 9, 10], has_value_table=[1, 2, 8, 9, 10],
+        is_long=[3, 10], starts_skip=[3], ends_skip=[6], is_saved=[7], reads_saved=[8, 9, 10],
+    )  # fmt: skip
 
 
 def test_new_weights_have_the_distributions_of_the_public_records():
@@ -359,7 +361,7 @@ def test_new_weights_have_the_distributions_of_the_public_records():
         if name == "wte.weight":
             assert p.std().item() == pytest.approx(1, rel=0.02), name
         elif "value_table" in name:
-            assert p.std().item() == pytest.approx(0.5, rel=0.02), name
+            assert p.std().item() == pytest.approx(0.01, rel=0.02), name
         elif "c_proj" in name or name.endswith(
             ("value_gate.weight", "ngrams.weight", "lm_head.weight")
         ):
@@ -368,13 +370,15 @@ def test_new_weights_have_the_distributions_of_the_public_records():
             assert p.std().item() == pytest.approx(0.5 * 384**-0.5, rel=0.02), name
             assert p.abs().max().item() == pytest.approx(0.5 * (3 / 384) ** 0.5, rel=0.02), name
     weights = torch.stack([block.input_weights for block in model.h])
-    assert torch.equal(weights, torch.tensor([1.0, 0.0, 0.3]).expand(11, 3))
+    assert torch.equal(weights, torch.tensor([1.1, 0.0, 0.1]).expand(11, 3))
     assert model.backout_weight == 0.5
     assert model.skip_weight.item() == pytest.approx(1 / (1 + math.exp(1.5)), abs=0.003)
 
 
-def test_at_first_the_last_layer_finds_the_token_after_an_earlier_copy(monkeypatch):
-    args = Hyperparameters(model="modern", n_layer=2, n_head=1, n_embd=128, vocab_size=512)
+def test_equal_keys_find_the_token_after_an_earlier_copy(monkeypatch):
+    args = Hyperparameters(
+        model="modern", n_layer=2, n_head=1, n_embd=128, vocab_size=512, equal_keys=True
+    )
     torch.manual_seed(0)
     model = build_model(args, torch.float32)
     best_keys = []

@@ -3,12 +3,13 @@
     python run_queue.py [--parallel=2]     # in the folder that holds data/small
 
 The runs and their order are fixed in RUNS. A run whose log is complete is not repeated, and one
-that was stopped continues, so the queue can be stopped and started at any time. Logs are written
-into logs/ beside this file.
+that was stopped continues, so the queue can be stopped and started at any time. Complete logs are
+written to full_logs/; logs/ gets them without the source and with every tenth step only.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,22 +21,31 @@ sys.path.insert(0, str(HERE.parent / "tools"))
 import runlog  # noqa: E402
 
 SCRIPT = HERE.parent.parent / "train_gpt2.py"
-GPT2 = ["--model=gpt2", "--learning_rate=0.0036", "--muon_learning_rate=0.00088"]
-# {name: settings, or [(text of the script, replacement)]}
+FULL_LOGS = HERE / "full_logs"
+WITHOUT_OFFSET = ("self.offset_keys = layer.is_long", "self.offset_keys = False")
+MUON = "muon = Muon(matrices, args.muon_learning_rate, **muon_options)\n    others = ["
+
+
+def adamw_for_muon(rate):
+    """Return the edit that trains the matrices with AdamW, and weight decay as in Muon's place."""
+    adamw = f"torch.optim.AdamW(matrices, {rate}, (0.9, 0.95), weight_decay=0.0)"
+    return [(MUON, f"muon = {adamw}\n    others = [")]
+
+
+# {name: settings, or (text of the script, replacement)}
 CHANGES = {
     "base": [],
-    "gpt2": GPT2,
-    "no_key_offset": [("self.offset_keys = layer in roles.long", "self.offset_keys = False")],
-    "no_value_tables": [("if layer in roles.values:", "if False:")],
+    "gpt2": ["--model=gpt2", "--learning_rate=0.0036", "--muon_learning_rate=0.00088"],
+    # One piece less, or the piece that it replaced
+    "no_key_offset": [WITHOUT_OFFSET],
+    "no_value_tables": [("has_value_table=i in (1, 2, n - 3, n - 2, n - 1)", "has_value_table=False")],
     "no_ngram_table": ["--ngram_rows=0"],
     "no_normuon": [("beta2=0.95, cautious=True", "beta2=0.0, cautious=True")],
-    "no_cautious_decay": ["--muon_weight_decay=0"],
+    "no_weight_decay": ["--muon_weight_decay=0"],
     "no_softcap": [("LOGIT_SOFTCAP = 15.0", "LOGIT_SOFTCAP = 0.0")],
-    "no_backout": [("x = x - self.backout_weight * outputs[roles.reused]", "pass")],
-    "no_skip": [("x = x + self.skip_weight * outputs[roles.skip_from]", "pass")],
-    "no_saved_input": [
-        ("reused = outputs[roles.reused] if layer > roles.reused else None", "reused = None")
-    ],
+    "no_backout": [("x = x - self.backout_weight * saved", "pass")],
+    "no_skip": [("x = x + self.skip_weight * skip", "pass")],
+    "no_saved_input": [("saved if layer.reads_saved else None", "None")],
     "no_windows": ["--window=0"],
     "no_zero_projections": [("nn.init.zeros_(self.c_proj.weight)", "pass")],
     "no_momentum_warmup": ["--muon_warmup_fraction=0"],
@@ -47,33 +57,57 @@ CHANGES = {
         ("k = self.rotary(norm(self.split_heads(self.c_k(x))))",
          "k = self.rotary(self.split_heads(self.c_k(x)))"),
     ],
-    "adamw_for_muon": [
-        ("muon = Muon(matrices, args.muon_learning_rate, **muon_options)",
-         "muon = torch.optim.AdamW(matrices, 0.003, (0.9, 0.95), weight_decay=0.0)"),
-    ],
-    "full_rotary": [  # compare with no_key_offset: without channels that have no position,
-        # there is nothing to shift
+    "adamw_0.002": adamw_for_muon(0.002),
+    "adamw_0.004": adamw_for_muon(0.004),
+    "adamw_0.008": adamw_for_muon(0.008),
+    # Without channels that have no position, there is nothing to offset: compare with no_key_offset
+    "full_rotary": [
         ("return F.pad(1024.0 ** -torch.linspace(0, 1, D // 4), (0, D // 2 - D // 4))",
          "return 1024.0 ** -torch.linspace(0, 1, D // 2)"),
-        ("self.offset_keys = layer in roles.long", "self.offset_keys = False"),
+        WITHOUT_OFFSET,
     ],
-    "no_equal_weights": [("if layer == args.n_layer - 1:", "if False:")],
-    "public_values": [
-        ("if layer == args.n_layer - 1:", "if False:"),
-        ("torch.tensor([1.0, 0.0, 0.3])", "torch.tensor([1.1, 0.0, 0.1])"),
-        ("nn.init.normal_(self.value_table.weight, std=0.5)",
-         "nn.init.normal_(self.value_table.weight, std=0.01)"),
+    "tied_head": [  # with the initial values and the rate of record 51
+        ("nn.init.zeros_(self.lm_head.weight)\n",
+         "self.wte.weight = self.lm_head.weight\n"
+         "        nn.init.normal_(self.lm_head.weight, std=0.005)\n"),
+        ("if isinstance(m, nn.Embedding)]", "if isinstance(m, nn.Embedding) and m is not model.wte]"),
     ],
-    "half_steps": ["--num_iterations=300"],
+    # Our own
+    "equal_keys": ["--equal_keys=True"],
+    "earlier_values": [
+        ("torch.tensor([1.1, 0.0, 0.1])", "torch.tensor([1.0, 0.0, 0.3])"),
+        ("nn.init.normal_(block.attn.value_table.weight, std=0.01)",
+         "nn.init.normal_(block.attn.value_table.weight, std=0.5)"),
+    ],
+    "steps_280": ["--num_iterations=280"],
 }  # fmt: skip
-SINGLE = [name for name in CHANGES if name not in ("base", "gpt2", "half_steps")]
-FIRST = ["no_key_offset", "no_value_tables", "no_ngram_table", "public_values", "gelu"]
-RUNS = [("base", 1), ("base", 2), ("base", 3)]
-RUNS += [("public_values", seed) for seed in (2, 1, 3)] + [("gpt2", 1)]
-RUNS += [(name, 1) for name in FIRST] + [("half_steps", 1)]
-RUNS += [(name, 1) for name in SINGLE if name not in FIRST]
-RUNS += [("base", 4), ("base", 5), ("gpt2", 2)]
-RUNS += [(name, seed) for seed in (2, 3, 4, 5) for name in SINGLE]
+OTHERS = [name for name in CHANGES if name != "base" and not name.startswith("adamw_0")]
+RUNS = [("base", seed) for seed in (1, 2, 3, 4, 5)]
+RUNS += [("equal_keys", 1), ("equal_keys", 2), ("earlier_values", 1), ("earlier_values", 2)]
+RUNS += [("adamw_0.004", 1), ("adamw_0.002", 1), ("adamw_0.008", 1)]
+RUNS += [(name, seed) for name in OTHERS for seed in (1, 2, 3)]  # a change compiles only once
+RUNS += [(name, seed) for name in ("equal_keys", "earlier_values") for seed in (4, 5)]
+RUNS += [("base", seed) for seed in (6, 7, 8)]
+RUNS = list(dict.fromkeys(RUNS))
+
+
+def edited_script(name):
+    """Return (source, settings) of a change."""
+    source, settings = SCRIPT.read_text(), []
+    for change in CHANGES[name]:
+        if isinstance(change, str):
+            settings.append(change)
+        else:
+            old, new = change
+            assert old in source, f"{name}: {old!r} is not in {SCRIPT}"
+            source = source.replace(old, new)
+    return source, settings
+
+
+def shortened(log, source):
+    """Return a log without the source, and with every tenth step only."""
+    lines = log.replace(source, "").splitlines(keepends=True)
+    return "".join(line for line in lines if not re.match(r"step:\d*[1-9]/\d+ train_loss", line))
 
 
 def train(name, seed):
@@ -81,25 +115,22 @@ def train(name, seed):
     log = HERE / "logs" / f"{name}_seed{seed}.txt"
     if log.exists() and runlog.read(log).finished:
         return
-    source, flags = SCRIPT.read_text(), []
-    for change in CHANGES[name]:
-        if isinstance(change, str):
-            flags.append(change)
-        else:
-            old, new = change
-            assert old in source, f"{name}: {old!r} is not in {SCRIPT}"
-            source = source.replace(old, new)
+    source, settings = edited_script(name)
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train_gpt2.py")
         script.write_text(source)
-        command = [sys.executable, str(script), "--preset=small", *flags, f"--seed={seed}"]
-        command += [f"--run_id={log.stem}", f"--log_dir={log.parent}", "--resume=auto"]
+        command = [sys.executable, str(script), "--preset=small", *settings, f"--seed={seed}"]
+        command += [f"--run_id={log.stem}", f"--log_dir={FULL_LOGS}", "--resume=auto"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         print(f"{log.stem}: {done.stderr[-300:]}", flush=True)
-    else:
-        print(f"{log.stem}: {runlog.read(log).val_loss}", flush=True)
+        return
+    text = (FULL_LOGS / log.name).read_text().replace(f"{FULL_LOGS}/", "full_logs/")
+    text = text.replace(repr(str(FULL_LOGS)), repr("full_logs"))
+    log.parent.mkdir(exist_ok=True)
+    log.write_text(shortened(text, source))
+    print(f"{log.stem}: {runlog.read(log).val_loss}", flush=True)
 
 
 def main():

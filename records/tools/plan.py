@@ -34,7 +34,7 @@ with packages():
     from torch.utils.flop_counter import flop_registry
 
     import train_gpt2
-    from train_gpt2 import BLOCK, LayerRoles
+    from train_gpt2 import BLOCK, modern_layers
 
 FLOPS_SHARES = {  # of the peak FLOP/s
     "product": 0.7,  # large ones reached 0.78 to 0.81 on an H200; others reach less
@@ -103,7 +103,7 @@ class Clock(TorchDispatchMode):
         super().__init__()
         self.gpu, self.vocab_size, self.world_size = gpu, args.vocab_size, world_size
         self.visible = visible  # see visible_blocks
-        self.starts_long = 0 in LayerRoles(args.n_layer).long  # whether layer 0 has the long mask
+        self.starts_long = modern_layers(args.n_layer)[0].is_long
         self.seconds = self.network_free_at = 0.0
         self.graph = None  # the compiled graph that is running, if any
         self.masks = {}  # its block masks, numbered in the order of their first use
