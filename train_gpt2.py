@@ -64,10 +64,15 @@ from torch.utils._pytree import tree_leaves
 
 
 # ---- Settings ------------------------------------------------------------------------------------
-def setting(default, help, role, needs=""):
-    """Return a field of Hyperparameters. needs: another setting, without which it has no effect."""
+def setting(default, help, role, low=0, high=2**31 - 1, needs=""):
+    """Return a field of Hyperparameters.
+
+    low, high: the smallest and largest number allowed. needs: another setting, without which this
+    one has no effect.
+    """
     help += f" (needs --{needs})" if needs else ""
-    return dataclasses.field(default=default, metadata=dict(help=help, role=role, needs=needs))
+    metadata = dict(help=help, role=role, low=low, high=high, needs=needs)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 # The role of a setting says what may change when a run loads a checkpoint or weights.
@@ -86,26 +91,30 @@ class Hyperparameters:
     """
 
     model: Literal["gpt2", "modern"] = architecture("gpt2", "gpt2: record 7; modern: later ideas")
-    vocab_size: int = architecture(50304, "token ids: GPT-2's 50257, rounded up")
-    n_layer: int = architecture(12, "transformer blocks")
-    n_head: int = architecture(6, "attention heads")
-    n_embd: int = architecture(768, "channels")
+    vocab_size: int = architecture(50304, "token ids: GPT-2's 50257, rounded up", low=1)
+    n_layer: int = architecture(12, "transformer blocks", low=1)
+    n_head: int = architecture(6, "attention heads", low=1)
+    n_embd: int = architecture(768, "channels", low=1)
     window: int = architecture(
         0, "window of the long layers at the end of training, in tokens; 0: none", needs="model"
     )
     document_token: int = architecture(50256, "token that starts a document", needs="window")
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams; 0: none", needs="model")
-    max_ngram: int = architecture(2, "longest n-gram in tokens, at least 2", needs="ngram_rows")
+    max_ngram: int = architecture(2, "longest n-gram in tokens", low=2, needs="ngram_rows")
 
-    seed: int = training(1337, "seed of initial weights, --shuffle and --ngram_dropout")
+    seed: int = training(
+        1337, "seed of initial weights, --shuffle and --ngram_dropout", high=2**63 - 1
+    )
     equal_keys: bool = training(
         False, "keys of the last layer start with the weights of its queries", needs="model"
     )
     dtype: Literal["auto", "bfloat16", "float32"] = training("auto", "dtype of matmuls")
-    batch_size: int = training(512, "sequences per step, over all processes")
-    sequence_length: int = training(1024, "tokens per sequence")
-    num_iterations: int = growing(5100, "optimizer steps")
-    adamw_every: int = training(1, "steps between updates of AdamW and Adagrad", needs="model")
+    batch_size: int = training(512, "sequences per step, over all processes", low=1)
+    sequence_length: int = training(1024, "tokens per sequence", low=1)
+    num_iterations: int = growing(5100, "optimizer steps", low=1)
+    adamw_every: int = training(
+        1, "steps between updates of AdamW and Adagrad", low=1, needs="model"
+    )
     learning_rate: float = training(0.0036, "learning rate of lm_head, and of wte in gpt2")
     embedding_learning_rate: float = training(0.6, "... of embeddings", needs="model")
     ngram_learning_rate: float = training(
@@ -113,16 +122,18 @@ class Hyperparameters:
     )
     muon_learning_rate: float = training(0.00036, "... of the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
-    muon_momentum: float = training(0.95, "momentum of Muon")
+    muon_momentum: float = training(0.95, "momentum of Muon", high=0.999)
     muon_warmup_fraction: float = training(
-        0.0, "first fraction of the run, in which momentum rises"
+        0.0, "first fraction of the run, in which momentum rises", high=1
     )
-    muon_cooldown_fraction: float = training(0.0, "final fraction, in which momentum falls again")
+    muon_cooldown_fraction: float = training(0.0, "final fraction, in which momentum falls", high=1)
     warmdown_fraction: float = training(
-        1450 / 5100, "final fraction, in which the learning rates decay"
+        1450 / 5100, "final fraction, in which the learning rates decay", high=1
     )
-    final_lr: float = training(0.0, "learning rates after the decay, relative to those before it")
-    ngram_dropout: float = training(0.0, "probability of dropping an n-gram", needs="ngram_rows")
+    final_lr: float = training(0.0, "learning rates at the end, relative to the first", high=1)
+    ngram_dropout: float = training(
+        0.0, "probability of dropping an n-gram", high=0.99, needs="ngram_rows"
+    )
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at another offset")
     val_tokens: int = training(10485760, "tokens of val_files to validate on; 0: up to 2**18")
 
@@ -134,13 +145,17 @@ class Hyperparameters:
     run_id: str = free("", "name of the log and of the run's folder; default: the time")
     log_dir: str = free("logs", "folder of logs and checkpoints")
     save_every: int = free(0, "steps between checkpoints; 0: only when a signal stops the run")
-    keep_checkpoints: int = free(2, "number of recent checkpoints to keep")
+    keep_checkpoints: int = free(2, "number of recent checkpoints to keep", low=1)
     resume: str = free("", "auto continues run_id; a path continues that checkpoint as a new run")
     init: str = free("", "file with the initial weights, such as model.pt")
     device: Literal["auto", "cuda", "cpu"] = free("auto", "auto: cuda if PyTorch sees a GPU")
-    device_batch_size: int = free(64, "maximum sequences per forward pass; lower it to save memory")
+    device_batch_size: int = free(
+        64, "maximum sequences per forward pass; lower it to save memory", low=1
+    )
     compile: bool = free(True, "use torch.compile; False starts sooner but trains more slowly")
-    comm_timeout: int = free(600, "seconds that a rank waits for the others before the run fails")
+    comm_timeout: int = free(
+        600, "seconds that a rank waits for the others before the run fails", low=1
+    )
 
     def __post_init__(self):
         check_settings(self)
@@ -1530,26 +1545,21 @@ def save_and_stop(run):
 # ---- Machinery: command line ---------------------------------------------------------------------
 def check_settings(args):
     """Raise UserError unless the settings have the right types and ranges, and fit each other."""
-    fractions = "muon_warmup_fraction", "muon_cooldown_fraction", "warmdown_fraction", "final_lr"
-    limits = dict(seed=2**63, muon_momentum=1, ngram_dropout=1)
-    lowest = dict(seed=0, document_token=0, max_ngram=2, val_tokens=0, val_loss_every=0)
     for field in dataclasses.fields(args):
-        name, value, choices = field.name, getattr(args, field.name), get_args(field.type)
+        name, value = field.name, getattr(args, field.name)
+        choices = get_args(field.type)  # the values of a Literal
         if choices and value not in choices:
             raise UserError(f"{name}={value!r} must be one of {', '.join(choices)}")
         types = (int, float) if field.type is float else field.type
         if not choices and not isinstance(value, types):
             raise UserError(f"{name}={value!r} must be of type {field.type.__name__}")
-        if field.metadata and field.type in (int, float):  # a setting of one line has no limits
-            low = min(field.default, 0 if field.type is float else lowest.get(name, 1))
-            high = limits.get(name, math.inf if field.type is float else 2**31)
-            if not low <= value < high:
-                raise UserError(f"{name}={value!r} must be at least {low} and less than {high}")
-        needed = field.metadata.get("needs")
+        if not field.metadata:
+            continue  # a setting of one line, without a range
+        low, high, needed = (field.metadata[key] for key in ("low", "high", "needs"))
+        if field.type in (int, float) and not low <= value <= high:
+            raise UserError(f"{name}={value!r} must be at least {low} and at most {high}")
         if needed and getattr(args, needed) in ("gpt2", 0) and value != field.default:
             raise UserError(f"{name} has no effect with {needed}={getattr(args, needed)}")
-        if name in fractions and value > 1:
-            raise UserError(f"{name}={value} must be at most 1")
     if args.n_embd % (2 * args.n_head):
         raise UserError(f"n_embd={args.n_embd} must be divisible by 2 * n_head = {2 * args.n_head}")
     for name in ("num_iterations", "save_every"):

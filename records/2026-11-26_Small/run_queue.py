@@ -38,7 +38,7 @@ CHANGES = {
     "gpt2": ["--model=gpt2", "--learning_rate=0.0036", "--muon_learning_rate=0.00088"],
     # One piece less, or the piece that it replaced
     "no_key_offset": [WITHOUT_OFFSET],
-    "no_value_tables": [("has_value_table=i in (1, 2, n - 3, n - 2, n - 1)", "has_value_table=False")],
+    "no_value_tables": [("i in (1, 2, n - 3, n - 2, n - 1)", "False")],
     "no_ngram_table": ["--ngram_rows=0"],
     "no_normuon": [("beta2=0.95, cautious=True", "beta2=0.0, cautious=True")],
     "no_weight_decay": ["--muon_weight_decay=0"],
@@ -70,7 +70,8 @@ CHANGES = {
         ("nn.init.zeros_(self.lm_head.weight)\n",
          "self.wte.weight = self.lm_head.weight\n"
          "        nn.init.normal_(self.lm_head.weight, std=0.005)\n"),
-        ("if isinstance(m, nn.Embedding)]", "if isinstance(m, nn.Embedding) and m is not model.wte]"),
+        ("model.modules() if isinstance(m, nn.Embedding)]",
+         "model.modules() if isinstance(m, nn.Embedding) and m is not model.wte]"),
     ],
     # Our own
     "equal_keys": ["--equal_keys=True"],
