@@ -45,8 +45,6 @@ from typing import Literal, NamedTuple, get_args
 # This must be set before importing torch. An explicit OMP_WAIT_POLICY wins.
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C during the imports
 
 # Every log contains the source of this file. It is read before the slow imports, so that the log
 # shows the running code even if the file is edited right after launch.
@@ -95,45 +93,29 @@ class Hyperparameters:
     n_layer: int = architecture(12, "transformer blocks", low=1)
     n_head: int = architecture(6, "attention heads", low=1)
     n_embd: int = architecture(768, "channels", low=1)
-    window: int = architecture(
-        0, "window of the long layers at the end of training, in tokens; 0: none", needs="model"
-    )
+    window: int = architecture(0, "final window of the long layers, in tokens", needs="model")
     document_token: int = architecture(50256, "token that starts a document", needs="window")
-    ngram_rows: int = architecture(0, "rows of the table of hashed n-grams; 0: none", needs="model")
+    ngram_rows: int = architecture(0, "rows of the table of hashed n-grams", needs="model")
     max_ngram: int = architecture(2, "longest n-gram in tokens", low=2, needs="ngram_rows")
 
-    seed: int = training(
-        1337, "seed of initial weights, --shuffle and --ngram_dropout", high=2**63 - 1
-    )
-    equal_keys: bool = training(
-        False, "keys of the last layer start with the weights of its queries", needs="model"
-    )
+    seed: int = training(1337, "seed of weights, shuffle and ngram_dropout", high=2**63 - 1)
+    equal_keys: bool = training(False, "c_k starts equal to c_q in the last layer", needs="model")
     dtype: Literal["auto", "bfloat16", "float32"] = training("auto", "dtype of matmuls")
     batch_size: int = training(512, "sequences per step, over all processes", low=1)
     sequence_length: int = training(1024, "tokens per sequence", low=1)
     num_iterations: int = growing(5100, "optimizer steps", low=1)
-    adamw_every: int = training(
-        1, "steps between updates of AdamW and Adagrad", low=1, needs="model"
-    )
+    adamw_every: int = training(1, "steps between updates of AdamW", low=1, needs="model")
     learning_rate: float = training(0.0036, "learning rate of lm_head, and of wte in gpt2")
     embedding_learning_rate: float = training(0.6, "... of embeddings", needs="model")
-    ngram_learning_rate: float = training(
-        0.0, "... of n-grams, with Adagrad; 0: with AdamW, like the embeddings", needs="ngram_rows"
-    )
+    ngram_learning_rate: float = training(0.0, "... of Adagrad; 0: AdamW", needs="ngram_rows")
     muon_learning_rate: float = training(0.00036, "... of the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
     muon_momentum: float = training(0.95, "momentum of Muon", high=0.999)
-    muon_warmup_fraction: float = training(
-        0.0, "first fraction of the run, in which momentum rises", high=1
-    )
-    muon_cooldown_fraction: float = training(0.0, "final fraction, in which momentum falls", high=1)
-    warmdown_fraction: float = training(
-        1450 / 5100, "final fraction, in which the learning rates decay", high=1
-    )
+    muon_warmup_fraction: float = training(0.0, "first fraction: momentum rises", high=1)
+    muon_cooldown_fraction: float = training(0.0, "final fraction: momentum falls", high=1)
+    warmdown_fraction: float = training(1450 / 5100, "final fraction: rates decay", high=1)
     final_lr: float = training(0.0, "learning rates at the end, relative to the first", high=1)
-    ngram_dropout: float = training(
-        0.0, "probability of dropping an n-gram", high=0.99, needs="ngram_rows"
-    )
+    ngram_dropout: float = training(0.0, "share of n-grams dropped", high=0.99, needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at another offset")
     val_tokens: int = training(10485760, "tokens of val_files to validate on; 0: up to 2**18")
 
@@ -149,13 +131,9 @@ class Hyperparameters:
     resume: str = free("", "auto continues run_id; a path continues that checkpoint as a new run")
     init: str = free("", "file with the initial weights, such as model.pt")
     device: Literal["auto", "cuda", "cpu"] = free("auto", "auto: cuda if PyTorch sees a GPU")
-    device_batch_size: int = free(
-        64, "maximum sequences per forward pass; lower it to save memory", low=1
-    )
+    device_batch_size: int = free(64, "maximum sequences per forward pass, to save memory", low=1)
     compile: bool = free(True, "use torch.compile; False starts sooner but trains more slowly")
-    comm_timeout: int = free(
-        600, "seconds that a rank waits for the others before the run fails", low=1
-    )
+    comm_timeout: int = free(600, "seconds that a rank waits for the others", low=1)
 
     def __post_init__(self):
         check_settings(self)
@@ -193,8 +171,8 @@ PRESETS = {
         modern_recipe(
             128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
             vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,  # gpt2-2048
-            n_layer=8, window=2048, batch_size=8, sequence_length=512, device_batch_size=8,
-            num_iterations=400, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
+            n_layer=8, window=3072, batch_size=8, sequence_length=512, device_batch_size=8,
+            num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
         ),
     ),
     "cpu": (
@@ -1365,7 +1343,7 @@ def validate(run):
         run.val_loss = evaluate(run)
         check_weights_agree(run.model)
     lr = run.args.learning_rate * lr_scale_at(run.step, run.args)
-    run.log.progress(run.step, f"val_loss:{run.val_loss:.4f}", f" lr:{lr:.3g}")
+    run.log.progress(run.step, "val_loss", run.val_loss, dict(lr=lr))
     # A run that repeats its data may overfit, so it also keeps its best weights.
     if run.repeats_data and run.val_loss < run.best_loss and save(run, "best.pt"):
         run.best_loss = run.val_loss
@@ -1419,7 +1397,7 @@ def read_reports(run, reports, keep=0):
         report = dict(zip(names, values.tolist()))
         loss, ranks_that_must_stop = report.pop("loss"), report.pop("must_stop")
         run.stopped |= ranks_that_must_stop > 0
-        run.log.train_loss(step, loss, report)
+        run.log.progress(step, "train_loss", loss, report)
         # If only a gradient is not finite, the next loss shows it.
         if not math.isfinite(loss):
             raise UserError(f"train_loss is {loss} at step {step}: lower the learning rates")
@@ -1500,7 +1478,7 @@ def main(args, stop=None):
         run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
         with run.log.timed("compile"):
             compile_model(run)
-    with run.log.timed("train"), run.log.progress_bar(run.step):
+    with run.log.timed("train"):
         train(run)
     if run.stopped:
         save_and_stop(run)
@@ -1854,7 +1832,7 @@ def join_ranks(args):
     if "RANK" not in os.environ:
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if os.environ.get(name, "1") != "1":
-                fix = "use torchrun, or records/2026-11-25_Slurm/train.sbatch"
+                fix = "start the script with torchrun"
                 raise UserError(f"{name}={os.environ[name]}, but RANK is not set: {fix}")
     return device
 
@@ -1908,7 +1886,7 @@ class StopRequest:
 
     def catch_signals(self):
         """Handle the signals of users and batch systems, unless ignored already, e.g. by nohup."""
-        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
+        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:
                 with contextlib.suppress(ValueError):  # only the main thread may do this
@@ -1918,12 +1896,10 @@ class StopRequest:
         """Request a stop. A second signal, at least a second later, ends the process at once."""
         if not self.requested:
             self.requested, self.signal_time = True, time.monotonic()
-            # If stderr was closed at the start, descriptor 2 may be another file.
-            if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
+            if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal may be closed
                     os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
-        elif time.monotonic() - self.signal_time > 1 and number != signal.SIGXCPU:
-            # One Ctrl-C may arrive twice within a second, and the kernel repeats SIGXCPU.
+        elif time.monotonic() - self.signal_time > 1:  # one Ctrl-C may arrive twice
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -1942,23 +1918,19 @@ class Log:
         self.size = 0  # of the file after the last write, in bytes
         self.header = b""  # what log_header wrote
         self.unwritten = b""  # what did not fit on the disk
-        self.bar = None  # the progress bar
         self.seconds = Counter()  # spent in each phase
         self.phase = "setup"
         self.phase_start = START
 
-    def __call__(self, line, show=True, hidden=""):
-        """Log a line and, if show, print it on the terminal. A failure does not stop training.
+    def __call__(self, line, hidden=""):
+        """Log a line and print it on the terminal. A failure does not stop training.
 
-        hidden: text that goes into the file before the line, in one write.
+        hidden: text that goes only into the file, before the line, in one write.
         """
         self.write(f"{hidden}{line}\n".encode(errors="backslashreplace"))
-        if show and get_rank() == 0:
+        if get_rank() == 0:
             with contextlib.suppress(OSError):  # the terminal may be closed
-                if self.bar:
-                    self.bar.write(line)  # above the progress bar
-                else:
-                    print(line, flush=True)
+                print(line, flush=True)
 
     def open(self):
         """Open the file to append to it. Removes a last line that was cut by a kill or an edit."""
@@ -1990,34 +1962,16 @@ class Log:
         same = self.path.exists() and os.path.samefile(self.path, self.file.fileno())
         return not same or os.fstat(self.file.fileno()).st_size < self.size
 
-    def progress(self, step, result, more="", show=True):
-        """Log a result after `step` steps, with the training time so far."""
-        self.start_phase(self.phase)  # brings self.seconds up to date
-        ms = 1000 * self.seconds["train"]
-        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        self(f"step:{step}/{self.args.num_iterations} {result} {times}{more}", show)
-
-    def train_loss(self, step, loss, others):
-        """Log a training step. The terminal shows it in the progress bar, if there is one.
+    def progress(self, step, name, loss, others):
+        """Log a loss after `step` steps, with the training time so far.
 
         others: {name: value} of further results.
         """
-        if self.bar:
-            self.bar.set_postfix(step=step, loss=loss, refresh=False)
-            self.bar.update()
+        self.start_phase(self.phase)  # brings self.seconds up to date
+        ms = 1000 * self.seconds["train"]
+        times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         more = "".join(f" {name}:{value:.4g}" for name, value in others.items())
-        self.progress(step, f"train_loss:{loss:.4f}", more, show=not self.bar)
-
-    def progress_bar(self, step):
-        """Return a context manager that shows a progress bar, if rank 0 has a terminal and tqdm."""
-        if get_rank() == 0 and os.isatty(1) and os.isatty(2):
-            with contextlib.suppress(ImportError):  # tqdm is optional
-                from tqdm import tqdm
-
-                tokens_per_step = self.args.batch_size * self.args.sequence_length
-                total = self.args.num_iterations
-                self.bar = tqdm(initial=step, total=total, unit="tok", unit_scale=tokens_per_step)
-        return self.bar or contextlib.nullcontext()
+        self(f"step:{step}/{self.args.num_iterations} {name}:{loss:.4f} {times}{more}")
 
     def start_phase(self, phase):
         """Add the time since the last call to the current phase, and start another one."""
@@ -2179,21 +2133,12 @@ def claim_folder(run):
 
 def check_owner(run):
     """Raise UserError if the folder is foreign, or has results without --resume=auto."""
-    folder, auto = run.folder, run.args.resume == "auto"
-    if not (folder / "run.lock").is_file():
-        has_foreign_log = run.log.path.exists() and not (auto and has_lost_its_folder(run))
-        if has_foreign_log or any(folder.glob("*")):
-            fix = "move it with its log, or pass another --run_id"
-            raise UserError(f"{folder} was not created by a run of this script: {fix}")
-    if not auto and any(folder.glob("*.pt")):
+    folder = run.folder
+    if not (folder / "run.lock").is_file() and (run.log.path.exists() or any(folder.glob("*"))):
+        fix = f"move {folder} and {run.log.path}, or pass another --run_id"
+        raise UserError(f"{folder} was not created by a run of this script, or deleted: {fix}")
+    if run.args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
-
-
-def has_lost_its_folder(run):
-    """Return whether the log is that of this run, whose folder was deleted before its result."""
-    text = run.log.path.read_text(errors="replace") if run.log.path.is_file() else ""
-    title = f"{LOG_TITLE}, run_id={run.args.run_id}\n"
-    return text.startswith(title) and "\nval_loss: " not in text
 
 
 def lock_folder(run):

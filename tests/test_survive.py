@@ -10,10 +10,8 @@ import re
 import shlex
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import zipfile
 from pathlib import Path
 from unittest.mock import Mock
@@ -83,7 +81,7 @@ def error_of(done):
 LONGER = {"num_iterations": 12, "muon_warmup_fraction": 0.75, "warmdown_fraction": 0.6}
 SIGNALS = {  # of a run with 1 process, and of one with 2
     1: (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP),
-    2: (signal.SIGUSR2, signal.SIGXCPU, signal.SIGTERM, signal.SIGUSR1),
+    2: (signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1),
 }
 
 
@@ -152,14 +150,6 @@ def test_simultaneous_signals_count_once_and_ignored_ones_never(tiny, tmp_path):
     assert checkpoints(tmp_path / "logs" / "one") == ["state_step0000000005.pt"]
 
 
-def test_a_limit_of_cpu_time_saves_a_checkpoint(tiny, tmp_path):
-    """Past the limit, the kernel repeats its signal every second."""
-    later = "time.monotonic = lambda clock=time.monotonic: clock() + 1.1"
-    kill = "os.kill(os.getpid(), signal.SIGXCPU)"
-    trained({**tiny, "run_id": "limit"}, script=faulty_script(tmp_path, f"{kill}; {later}; {kill}"))
-    assert checkpoints(tmp_path / "logs" / "limit") == ["state_step0000000005.pt"]
-
-
 def test_a_signal_to_torchrun_saves_a_checkpoint(tiny, tmp_path):
     fields = {**tiny, "num_iterations": 5000, "allow_repeat": True, "run_id": "t"}
     script = faulty_script(tmp_path, "os.kill(os.getppid(), signal.SIGTERM)")
@@ -187,13 +177,11 @@ def test_closing_the_terminal_saves_a_checkpoint(tiny, tmp_path):
     process, terminal = pty.fork()
     if process == 0:
         os.execv(sys.executable, [sys.executable, str(SCRIPT), *options(fields)])
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     shown = b""
-    while b"tok/s" not in shown or b"loss=" not in shown:  # the progress bar moves
+    while b"step:3/" not in shown:
         shown += os.read(terminal, 1000)
     os.close(terminal)
     assert os.waitpid(process, 0)[1] == 0
-    assert b"train_loss" not in shown, "step lines go only to the log"
     assert "\nstopped by a signal after step" in (tmp_path / "logs" / "p.txt").read_text()
     assert len(checkpoints(tmp_path / "logs" / "p")) == 1
 
