@@ -1063,7 +1063,7 @@ class TokenStream:
     """The tokens of all shards that match a glob, laid end to end in name order, and repeated.
 
     Only the file's name may be a pattern. Shards stay open, so they may be replaced. Raises
-    UserError if one is missing, incomplete, modified, or has a token outside the vocabulary.
+    UserError if one is missing or incomplete, or has a token outside the vocabulary.
     """
 
     def __init__(self, pattern, vocab_size):
@@ -1075,7 +1075,6 @@ class TokenStream:
             raise UserError(f"no file matches {pattern!r}: {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
-        self.states = [os.fstat(file.fileno()) for file in self.files]
         self.ends = np.cumsum(self.sizes).tolist()  # positions in the stream
         self.total_tokens = self.ends[-1]
 
@@ -1088,9 +1087,6 @@ class TokenStream:
             path, file = self.paths[shard], self.files[shard]
             tokens_left = self.ends[shard] - start
             offset = HEADER_BYTES + 2 * (self.sizes[shard] - tokens_left)
-            before, now = self.states[shard], os.fstat(file.fileno())
-            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                raise UserError(f"{path} changed while in use: restore it and start again")
             file.seek(offset)
             part = np.fromfile(file, "<u2", min(count, tokens_left))
             if part.max() >= self.vocab_size:
@@ -1294,7 +1290,7 @@ def train_step(run, inputs, targets):
     """
     sequences = len(inputs) * get_world_size()
     loss = 0.0
-    for x, y, rows in micro_batches(inputs, targets, run.micro_batch):
+    for x, y, rows in micro_batches(inputs, targets, run.micro_batch_size):
         # With this scaling, sums over micro-batches and ranks are means.
         micro_loss = run.model(x, y) * (rows / sequences)
         micro_loss.backward()
@@ -1331,7 +1327,7 @@ def evaluate(run):
     run.model.eval()  # drops no n-grams
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     inputs, targets = inputs_and_targets(run.validation, run.device)
-    for x, y, rows in micro_batches(inputs, targets, run.micro_batch):
+    for x, y, rows in micro_batches(inputs, targets, run.micro_batch_size):
         total += run.model(x, y).double() * rows
     run.model.train()
     return sum_over_ranks(total).item() / (run.args.val_tokens // run.args.sequence_length)
@@ -1429,7 +1425,7 @@ class Run:
         # As few micro-batches as device_batch_size allows, with sizes as equal as possible.
         sequences = self.args.batch_size // get_world_size()
         passes = math.ceil(sequences / self.args.device_batch_size)
-        self.micro_batch = math.ceil(sequences / passes)
+        self.micro_batch_size = math.ceil(sequences / passes)
         self.unread_steps = 1 if self.device.type == "cuda" else 0  # how far the host runs ahead
         self.total_tokens = (
             self.args.num_iterations * self.args.batch_size * self.args.sequence_length
@@ -1755,7 +1751,7 @@ def compile_model(run):
         decompositions.pop(embedding_gradient, None)
         make_fallback(embedding_gradient, warn=False)  # with warn=True, an error if CI=1 is set
     run.model.compile(dynamic=False, fullgraph=True)
-    shape = (run.micro_batch, run.args.sequence_length)
+    shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
     targets = torch.zeros_like(inputs)  # passing the same tensor twice compiles another graph
     try:
@@ -1920,7 +1916,7 @@ class Log:
         self.unwritten = b""  # what did not fit on the disk
         self.seconds = Counter()  # spent in each phase
         self.phase = "setup"
-        self.phase_start = START
+        self.last_update = START
 
     def __call__(self, line, hidden=""):
         """Log a line and print it on the terminal. A failure does not stop training.
@@ -1967,17 +1963,17 @@ class Log:
 
         others: {name: value} of further results.
         """
-        self.start_phase(self.phase)  # brings self.seconds up to date
+        self.update_seconds()
         ms = 1000 * self.seconds["train"]
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         more = "".join(f" {name}:{value:.4g}" for name, value in others.items())
         self(f"step:{step}/{self.args.num_iterations} {name}:{loss:.4f} {times}{more}")
 
-    def start_phase(self, phase):
-        """Add the time since the last call to the current phase, and start another one."""
+    def update_seconds(self):
+        """Add the time since the last call to the current phase."""
         now = time.perf_counter()
-        self.seconds[self.phase] += now - self.phase_start
-        self.phase, self.phase_start = phase, now
+        self.seconds[self.phase] += now - self.last_update
+        self.last_update = now
 
     @contextlib.contextmanager
     def timed(self, phase):
@@ -1985,12 +1981,13 @@ class Log:
 
         The block must end by synchronizing with the device, for example with .item().
         """
-        outer_phase = self.phase
-        self.start_phase(phase)
+        self.update_seconds()
+        outer_phase, self.phase = self.phase, phase
         try:
             yield
         finally:
-            self.start_phase(outer_phase)
+            self.update_seconds()
+            self.phase = outer_phase
 
 
 def log_header(run):
@@ -2006,8 +2003,8 @@ def log_header(run):
     data = f"train_data:{run.facts['train_data']} val_data:{run.facts['val_data']}"
     shown = [
         f"torch:{torch.__version__} commit:{commit} device:{device_name(run.device)} {workers}",
-        f"matmul_dtype:{args.dtype} micro_batch:{run.micro_batch} val_tokens:{args.val_tokens}",
-        f"train_tokens:{run.train_loader.stream.total_tokens} {data}",
+        f"matmul_dtype:{args.dtype} micro_batch:{run.micro_batch_size}",
+        f"val_tokens:{args.val_tokens} train_tokens:{run.train_loader.stream.total_tokens} {data}",
     ]
     for optimizer in run.optimizers:
         values = sum(p.numel() for p in params_of(optimizer))
@@ -2101,8 +2098,6 @@ def read_pt(path):
     try:
         with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file, which has checksums
             damaged_part = archive.testzip()
-            if any(part.external_attr & 0x10 for part in archive.infolist()):
-                raise ValueError("a part is marked as a folder")  # torch would not read it
         if damaged_part is not None:
             raise ValueError(f"{damaged_part} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
@@ -2135,8 +2130,8 @@ def check_owner(run):
     """Raise UserError if the folder is foreign, or has results without --resume=auto."""
     folder = run.folder
     if not (folder / "run.lock").is_file() and (run.log.path.exists() or any(folder.glob("*"))):
-        fix = f"move {folder} and {run.log.path}, or pass another --run_id"
-        raise UserError(f"{folder} was not created by a run of this script, or deleted: {fix}")
+        fix = "move it with its log, or pass another --run_id"
+        raise UserError(f"{folder} was not created by a run of this script: {fix}")
     if run.args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
 
@@ -2253,14 +2248,15 @@ def check_same(run, facts, state, path):
     # Settings that are missing from the file take their defaults.
     saved = dict.fromkeys(facts) | vars(Hyperparameters()) | state["facts"]
     may_grow = settings_with_role(run.args, "growing")
-    different = ", ".join(
-        f"{name}={saved[name]} (here {value})"
-        for name, value in facts.items()
-        if None not in (value, saved[name])
-        and not (value == saved[name] or (name in may_grow and value > saved[name]))
-    )
+    different = []
+    for name, value in facts.items():
+        is_same = value == saved[name] or None in (value, saved[name])
+        has_grown = name in may_grow and value > saved[name]
+        if not is_same and not has_grown:
+            different.append(f"{name}={saved[name]} (here {value})")
     if different:
-        raise UserError(f"{path} was saved with {different}: use the same settings and data")
+        differences = ", ".join(different)
+        raise UserError(f"{path} was saved with {differences}: use the same settings and data")
 
 
 # ---- Machinery: errors and start -----------------------------------------------------------------

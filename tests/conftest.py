@@ -246,9 +246,9 @@ def run_here(settings, steps=math.inf, **changes):
 
 def take_step(model, optimizers, inputs, targets, args, step=0):
     """Call train_step as a run does; return the mean loss over all ranks."""
-    micro_batch = min(len(inputs), args.device_batch_size)
+    size = min(len(inputs), args.device_batch_size)
     stop = train_gpt2.StopRequest()
-    run = SimpleNamespace(model=model, optimizers=optimizers, micro_batch=micro_batch, stop=stop)
+    run = SimpleNamespace(model=model, optimizers=optimizers, micro_batch_size=size, stop=stop)
     run.args, run.step = args, step
     return train_gpt2.train_step(run, inputs, targets)["loss"]
 

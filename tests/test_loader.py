@@ -205,35 +205,6 @@ def test_with_val_tokens_0_each_validation_reads_the_same_2_to_18_tokens(tmp_pat
         assert (validation[:, 1:].ravel() == tokens[1 : usable + 1]).all()
 
 
-CHANGES = {  # of a shard of 5000 tokens; whether it is an error
-    "replaced": (lambda path: write_shard(path.with_suffix(".new"), [1] * 50).rename(path), False),
-    "deleted": (lambda path: path.unlink(), False),
-    "truncated": (lambda path: os.truncate(path, 9_000), True),
-    "modified": (lambda path: path.write_bytes(bytes(11_024)), True),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_shard_that_is_modified_while_in_use_is_an_error(tmp_path, change):
-    """A new mode, link or name is no change, and a file in the place of the old one is not read."""
-    (loader,) = open_ranks(fresh_shards(tmp_path, np.split(np.arange(20000), 4)), 2, 50, 1)
-    path = tmp_path / "s_1.bin"
-    path.chmod(0o600)
-    os.link(path, path.with_suffix(".link"))
-    path.rename(path.with_suffix(".x")).rename(path)
-    assert loader.batch(60)[0][0, 0] == 6000
-    before = path.stat()
-    function, is_error = CHANGES[change]
-    function(path)
-    if change == "truncated":  # the change is noticed even if the time is the old one
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    if is_error:
-        with pytest.raises(UserError, match=r"s_1\.bin changed while in use"):
-            loader.batch(60)
-    else:
-        assert loader.batch(60)[0][0, 0] == 6000
-
-
 def test_an_id_beyond_the_vocabulary_never_reaches_the_device(tmp_path):
     """Every token is checked when it is read."""
     stream = TokenStream(fresh_shards(tmp_path, [range(50), range(80)]), 70)

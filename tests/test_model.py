@@ -384,7 +384,7 @@ def order_of_work(settings, unread_steps, stop_at=None):
     train_step = train_gpt2.train_step
     events, logged_losses = [], []
     run.log = SimpleNamespace(
-        train_loss=lambda step, loss, more: logged_losses.append((step, loss))
+        progress=lambda step, name, loss, others: logged_losses.append((step, loss))
     )
 
     def launch(run, inputs, targets):
@@ -492,7 +492,7 @@ def test_a_compiled_model_is_the_eager_one_in_two_graphs(backend, dtype, setting
     torch.set_num_threads(4)
     try:
         train_gpt2.configure_backend(args, torch.device("cpu"))
-        run = SimpleNamespace(model=gpt, args=args, micro_batch=32, device=torch.device("cpu"))
+        run = SimpleNamespace(model=gpt, args=args, micro_batch_size=32, device=torch.device("cpu"))
         train_gpt2.compile_model(run)
         results = []
         for _ in range(8):

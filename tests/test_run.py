@@ -361,7 +361,7 @@ def set_up(settings, **changes):
 def gradients_of_a_step(settings, dtype, micro_batch):
     """Return the gradients of a step, which plain SGD with lr=1 subtracts."""
     run = set_up(settings, dtype=dtype)
-    run.micro_batch = micro_batch
+    run.micro_batch_size = micro_batch
     run.optimizers = [torch.optim.SGD(run.model.parameters(), lr=1.0)]
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     train_gpt2.train_step(run, *run.train_loader.batch(0))
@@ -428,7 +428,7 @@ def test_validation_counts_exactly_val_tokens(T, dtype, tiny, tmp_path):
         expected = run.model(tokens[:-1].view(-1, T), tokens[1:].view(-1, T)).item()
     assert run.args.val_tokens == 16 * 19  # with T = 16, a prime number of sequences
     for micro_batch in 1, 4, 19, 24, 50:
-        run.micro_batch = micro_batch
+        run.micro_batch_size = micro_batch
         assert train_gpt2.evaluate(run) == pytest.approx(expected, abs=2e-3)
 
 

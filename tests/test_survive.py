@@ -391,20 +391,6 @@ def test_a_shard_that_is_deleted_while_in_use_is_still_read(tiny, tmp_path):
     assert torch.load(tmp_path / "logs" / "again" / "model.pt")["val_loss"] == expected
 
 
-def test_a_shard_that_is_modified_while_in_use_ends_the_run(tiny, tmp_path):
-    """Only the last rank reads that shard. The run resumes when the shard is restored."""
-    fields = {**tiny, "run_id": "s", "save_every": 2, "val_loss_every": 0, "resume": "auto"}
-    shard = tmp_path / "train_1.bin"
-    original = shard.read_bytes()
-    fault = f"Path('{shard}').write_bytes(bytes(3000))"
-    done = run_forked(fields, 2, faulty_script(tmp_path, fault, "step == 2", rank=1))
-    assert re.match(".*changed while in use", error_of(done))
-    write_shard(shard, [1] * 1101)
-    refused("was saved with train_data=.*: use the same settings and data", fields)
-    shard.write_bytes(original)
-    assert run_here(fields) is not None
-
-
 @pytest.mark.parametrize("moment", ["training", "last save"])
 def test_a_deleted_folder_is_made_again_under_its_name(moment, tiny, tmp_path, monkeypatch):
     """The best weights are lost as well, so those after the loss count. The run can be resumed."""

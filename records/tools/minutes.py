@@ -133,7 +133,7 @@ def measure(run):
     """
     steps = run.args.adamw_every
     batch = run.train_loader.batch(run.step)
-    micro_batch = [part[: run.micro_batch] for part in batch]
+    micro_batch = [part[: run.micro_batch_size] for part in batch]
 
     def train_steps():
         for _ in range(steps):
@@ -148,5 +148,5 @@ def measure(run):
     train_steps()  # creates the states of the optimizers
     step = statistics.median(timed(train_steps) for _ in range(3)) / steps
     validate()
-    validation = timed(validate) * math.ceil(len(run.validation) / run.micro_batch)
+    validation = timed(validate) * math.ceil(len(run.validation) / run.micro_batch_size)
     return train_gpt2.from_rank_0((step, validation))

@@ -264,7 +264,7 @@ def planned(args, gpu, world_size, token_files=""):
     matrices = sum(p.numel() for p in muon)
     states = tree_leaves([optimizer.state_dict()["state"] for optimizer in run.optimizers])
     peak = max(graph.peak_bytes for graph in graphs[1:])  # includes new gradients
-    if sequences > run.micro_batch:
+    if sequences > run.micro_batch_size:
         peak += weights  # gradients of earlier micro-batches
     elif args.adamw_every > 1:
         peak += weights - sum(p.nbytes for p in muon)  # gradients of earlier steps
@@ -283,7 +283,7 @@ def page(run, device, clock, memory):
         row += [f"{used['flops'] / 1e12:.2f}", f"{1000 * used['seconds']:.2f}"]
         rows.append([*row, f"{used['seconds'] / step['seconds']:.1%}"])
     args = run.args
-    micro_batches = math.ceil(args.batch_size / clock.world_size / run.micro_batch)
+    micro_batches = math.ceil(args.batch_size / clock.world_size / run.micro_batch_size)
     waited = clock.usage["communication"]["seconds"]
     model_flops = step["flops"] - clock.usage["Newton-Schulz"]["flops"]
     uses = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
@@ -296,7 +296,7 @@ def page(run, device, clock, memory):
     dtype = str(gpu.dtype).removeprefix("torch.")
     return f"""\
 Planned, not measured: a step on {clock.world_size} x {device}, \
-{micro_batches} x {run.micro_batch} sequences on each.
+{micro_batches} x {run.micro_batch_size} sequences on each.
 {device}: {gpu.flops / 1e12:g} TFLOP/s in {dtype}, memory {gpu.bandwidth / 1e9:g} GB/s, \
 bus {gpu.bus / 1e9:g} GB/s ({gpu.source}).
 {every}

@@ -58,7 +58,7 @@ def plain_step_of(name, run):
     if name == "plain compiled":
         model.compile(dynamic=False)
     optimizers = plain.plain_optimizers(model, args, dtype)
-    options = dict(dtype=dtype, device_batch_size=run.micro_batch)
+    options = dict(dtype=dtype, device_batch_size=run.micro_batch_size)
     return lambda *batch: plain.plain_step(model, optimizers, *batch, **options)
 
 
