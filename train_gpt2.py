@@ -8,8 +8,9 @@ The defaults are those of record 7 of the public NanoGPT speedrun (October 2024)
 a validation loss of 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not been run on a
 GPU yet. It requires Python 3.10+, torch 2.5+ and numpy.
 
-Everything that decides the result comes first: settings, models, Muon, data, training, main. The
-sections titled "Machinery" hold the rest, from the command line to checkpoints.
+Settings, models, Muon, data, training and main come first: what you read to understand a run, and
+edit to change it. The sections titled "Machinery" hold the rest, from the command line to
+checkpoints.
 
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. "Collective"
 marks a function that all ranks, the processes of torchrun, must call together.

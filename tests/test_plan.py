@@ -1,6 +1,5 @@
 """The CUDA step compiled without a GPU: its kernels, their values, and the plan made of them."""
 
-import gzip
 import importlib.metadata
 import json
 import os
@@ -8,7 +7,6 @@ import re
 import subprocess
 import sys
 
-import compare_plan
 import pytest
 from conftest import ROOT
 
@@ -154,33 +152,8 @@ def test_flex_attention_fits_the_shared_memory_of_smaller_gpus(device):
     assert f"on 1 x {device}, 16 x 1 sequences" in page and "| attention, backward |" in page
 
 
-@pytest.mark.parametrize(
-    "tool, missing", [("plan.py", "torch==2.13.0"), ("compare_plan.py", "numpy")]
-)
-def test_a_missing_package_is_named_in_one_sentence(tool, missing):
+def test_a_missing_package_is_named_in_one_sentence():
     """Option -S hides the packages."""
-    _, error = run_tool(f"records/tools/{tool}", "--help", status=1, options=["-S"])
-    fix = f"{sys.executable} -m pip install {missing}"
-    assert error == f"{tool}: {missing} is not installed: {fix}\n"
-
-
-def test_a_plan_is_compared_with_a_trace(tmp_path, capsys):
-    """The trace holds two steps. The compiler names a kernel after the attention next to it."""
-    plan, trace = tmp_path / "plan.txt", tmp_path / "trace.json.gz"
-    parts = {"products of blocks, forward": 3, "Newton-Schulz": 1, "AdamW": 1, "step": 5}
-    plan.write_text("".join(f"| {part} | 1 | 2.0 | {parts[part]}.00 | 9.9% |\n" for part in parts))
-    events = [("user_annotation", "step", 10_000), ("user_annotation", "step", 12_000)]
-    events += [("kernel", "nvjet_hsh", 8000), ("kernel", "Gemm", 800), ("kernel", "multi", 1000)]
-    events += [("kernel", "triton_flash_attention_fused", 3000), ("cpu_op", "step", 9000)]
-    events = [dict(zip(("cat", "name", "dur"), event)) for event in events]
-    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    compare_plan.main([str(plan), str(trace)])
-    rows = capsys.readouterr().out.splitlines()
-    assert "| Triton kernels | 0.00 | 1.50 | n/a |" in rows
-    assert "| attention | 0.00 | 0.00 | n/a |" in rows
-    assert "| products | 4.00 | 4.40 | 1.10 |" in rows
-    assert "| step | 5.00 | 11.00 | 2.20 |" in rows
-    assert "| other | 1.00 | 0.50 | 0.50 |" in rows
-    plan.write_text("no table")
-    with pytest.raises(ValueError, match=r"plan.txt holds no plan"):
-        compare_plan.main([str(plan), str(trace)])
+    _, error = run_tool("records/tools/plan.py", "--help", status=1, options=["-S"])
+    fix = f"{sys.executable} -m pip install torch==2.13.0"
+    assert error == f"plan.py: torch==2.13.0 is not installed: {fix}\n"

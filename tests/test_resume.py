@@ -283,25 +283,3 @@ def test_an_edit_of_the_script_is_said_and_marked(fields, loss, tmp_path):
     shown = trained(fields)
     assert f"{warning}{tmp_path}/logs/r/model.pt\n" in shown and "nothing to do" in shown
     assert "script edited" in run_tool("report.py", str(tmp_path / "logs" / "r.txt")).stdout
-
-
-# ---- run.sh check --------------------------------------------------------------------------------
-def test_check_agrees_with_the_run(fields, tiny, tmp_path):
-    """M8: it had rules of its own."""
-
-    def checked(**changes):
-        done = run_tool("check.py", *options({**fields, **changes}))
-        return re.search(r"^(ok )?start.*$|^FAILED: .*$", done.stdout, re.M)[0]
-
-    run_here({**fields, "save_every": 2, "keep_checkpoints": 9}, 4)
-    os.truncate(tmp_path / "logs" / "r" / "state_step0000000004.pt", 1000)
-    assert "at step 2 of 6" in checked()
-    assert "r exists: pass another --run_id" in checked(resume="")
-    run_here(tiny, run_id="done", dtype="float32")
-    assert "holds the result of this run; nothing to do" in checked(run_id="done")
-    assert "has no undamaged checkpoint" in checked(run_id="done", num_iterations=9)
-    (tmp_path / "logs" / "foreign").mkdir()
-    (tmp_path / "logs" / "foreign" / "notes.txt").write_text("mine")
-    (tmp_path / "logs" / "alone.txt").write_text("mine")
-    assert "was not created by a run" in checked(run_id="foreign")
-    assert "was not created by a run" in checked(run_id="alone", resume="")

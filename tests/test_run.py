@@ -449,30 +449,6 @@ def test_every_parameter_must_have_one_optimizer(tiny):
         build_optimizers(gpt, args)
 
 
-# ---- Ideas that need a line or two --------------------------------------------------------------
-CLIP = """\
-    params = [p for o in due for p in params_of(o) if p.grad is not None]
-    norm = nn.utils.clip_grad_norm_(params, 1.0)
-"""
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_clipping_gradients_and_logging_their_norm_takes_three_lines(processes, tiny, tmp_path):
-    source = SCRIPT.read_text()
-    place = "    for optimizer in due:\n"
-    result = "must_stop=must_stop)"
-    assert source.count(place) == source.count(result) == 1
-    source = source.replace(place, CLIP + place)
-    source = source.replace(result, "must_stop=must_stop, grad_norm=norm)")
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(source)
-    shown = trained({**tiny, "dtype": "float32"}, processes, script)
-    norms = re.findall(r"^step:\d+/6 train_loss:\S+ .*ms grad_norm:([\d.]+)$", shown, re.M)
-    gradients = gradients_of_a_step(tiny, "float32", 12).values()
-    expected = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-    assert len(norms) == 6 and float(norms[0]) == pytest.approx(expected, rel=0.001)
-
-
 # ---- The whole run and its log ------------------------------------------------------------------
 # Results of the settings `tiny` with any number of processes and any micro-batches.
 GOLDEN_LOSSES = {"float32": [4.5422, 3.8337, 3.4781], "bfloat16": [4.5417, 3.8354, 3.4821]}

@@ -9,7 +9,7 @@ below 0.01, otherwise "No record" and status 1.
 
 The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, and groups whose
 settings, source or torch version vary. It also rejects sides that differ in data, validation
-tokens, sequence_length, hardware, number of processes or dtype. With --n, it also rejects a first
+tokens, sequence_length, number of processes or dtype. With --n, it also rejects a first
 group that read more tokens than the second. Losses are in nats per token.
 """
 
@@ -32,8 +32,8 @@ def differences(a, b, ignored=MAY_VARY):
         for name in sorted((left.keys() | right.keys()) - ignored)
         if left.get(name) != right.get(name)
     ]
-    names = sorted(a.sources.keys() | b.sources.keys())
-    changed += [f"source of {n}" for n in names if a.sources.get(n) != b.sources.get(n)]
+    if a.source != b.source:
+        changed.append("source of train_gpt2.py")
     if a.facts.get("torch") != b.facts.get("torch"):
         changed.append(f"torch {a.facts.get('torch')} against {b.facts.get('torch')}")
     return "; ".join(changed) or "nothing"

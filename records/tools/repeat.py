@@ -27,7 +27,7 @@ def train(log, arguments):
     require(done.returncode == 0, f"{log.stem} ended with exit status {done.returncode}")
     run = read(log)
     require(run.finished, f"{log.stem} was stopped: the same command continues the series")
-    same = run.sources["train_gpt2.py"] == SCRIPT.read_text() and not run.edited
+    same = run.source == SCRIPT.read_text() and not run.edited
     require(same, f"{log} is of another version of {SCRIPT}: pass another --run_id")
     return run
 

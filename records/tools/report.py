@@ -3,7 +3,6 @@
     python records/tools/report.py LOG...                   # a row per run, a row per group
     python records/tools/report.py muon='records/X/m*.txt' adamw=records/Y --picture curves.png
     python records/tools/report.py logs/RUN.txt --picture now.png       # also during training
-    python records/tools/report.py --history                # the table of all records
     python records/tools/report.py --refresh                # regenerate the READMEs' tables
 
 LOG is a file, a folder or a quoted glob. `NAME=` before it puts its runs into a group of that name.
@@ -165,41 +164,6 @@ def summary(groups):
     return markdown(head, rows)
 
 
-def groups_of_record(folder):
-    """Return the groups that a record's README reports, plus groups of its remaining logs.
-
-    If the README reports groups, other logs in subfolders are ignored.
-    """
-    groups = {}
-    for block in BLOCK.finditer((folder / "README.md").read_text()):
-        if block["tool"] == "report":
-            groups |= collect(parse(shlex.split(block["arguments"])).logs)
-    known = {run.path.resolve() for runs in groups.values() for run in runs}
-    others = [run for run in logs_in(folder) if run.path.resolve() not in known]
-    if groups:
-        others = [run for run in others if run.path.parent == folder]
-    return groups | grouped([(None, run) for run in others])
-
-
-def history():
-    """Return the table of all records: a row per group of runs, the newest record last."""
-    rows = []
-    for folder in sorted(path.parent for path in (ROOT / "records").glob("*/README.md")):
-        title = (folder / "README.md").read_text().partition("\n")[0][2:]
-        record = [folder.name[:10], f"[{title}]({folder.name})"]
-        groups = groups_of_record(folder)
-        if not groups:
-            rows.append([*record, "no training runs", *[""] * 5])
-        for group, runs in groups.items():
-            steps = runs[0].num_iterations
-            tokens = steps * runs[0].tokens_per_step
-            cells = [group, f"{len(runs)}", f"{steps:,}", f"{tokens:,}", loss_of(runs)]
-            rows.append([*record, *cells, hardware(runs[0])])
-            record = ["", ""]
-    head = ["date", "record", "runs", "n", "steps", "tokens", "val loss", "hardware"]
-    return markdown(head, rows)
-
-
 # ---- Pictures ------------------------------------------------------------------------------------
 def curve(run, kind):
     """Return the steps and losses of a run to draw, as two arrays.
@@ -278,7 +242,7 @@ def parse(argv):
     parser = argument_parser(__doc__)
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("logs", nargs="*", default=[], metavar="LOG")
-    for name in ("history", "refresh", "stale"):
+    for name in ("refresh", "stale"):
         task.add_argument(f"--{name}", action="store_true", help="see above")
     parser.add_argument("--picture", help="PNG file to draw")
     parser.add_argument("--summary", action="store_true", help="print only the table of groups")
@@ -296,9 +260,6 @@ def main(argv):
             draw(groups, options.picture)
         return 0
     os.chdir(ROOT)  # paths in the READMEs are relative to it
-    if options.history:
-        print(history())
-        return 0
     readmes = [ROOT / "README.md", *sorted((ROOT / "records").rglob("README.md"))]
     stale = [line for path in readmes for line in outdated(path, options.refresh)]
     print("\n".join(stale) or "everything is up to date")

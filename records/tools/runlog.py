@@ -16,25 +16,21 @@ POINT = re.compile(
     r"step:(?P<step>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
 )
-FACT = re.compile(  # name:value, mostly before the first step; the last three are of old logs
-    r"(?:^| )(torch|commit|device|processes|matmul_dtype|train_tokens|train_data|val_data"
-    r"|products|val_hash|peak_memory):(\S.*?)(?= [\w/]+:|$)",
+FACT = re.compile(  # name:value in a line before the first step
+    r"(?:^| )(torch|commit|device|processes|matmul_dtype|train_tokens|train_data|val_data)"
+    r":(\S.*?)(?= [\w/]+:|$)",
     re.M,
 )
-RENAMED_FACTS = {  # old name: new name
-    "products": "matmul_dtype",
-    "val_hash": "val_data",
-    "peak_memory": "peak_memory_mib",
-}
 SUMMARY = re.compile(r"^(\w+): (.*)$", re.M)  # a line after the last step
 HEADER = re.compile(r"((?:^hyperparameter \w+=.*\n)+)", re.M)
 
 # What makes runs comparable: the rules of all tools.
 # These settings have no effect on the result.
 SET_FOR_EACH_RUN = {"run_id", "log_dir", "resume"}
-MAY_VARY_IN_ARM = {"seed"} | SET_FOR_EACH_RUN  # the runs of an arm of ab.py differ only in these
 # Repetitions of an experiment may differ in these.
-MAY_VARY = MAY_VARY_IN_ARM | {"device_batch_size", "save_every", "keep_checkpoints", "comm_timeout"}
+MAY_VARY = SET_FOR_EACH_RUN | {
+    "seed", "device_batch_size", "save_every", "keep_checkpoints", "comm_timeout"
+}  # fmt: skip
 LOSS_DEPENDS_ON = {  # losses are only averaged if these are equal
     "validation data": lambda run: run.facts.get("val_data"),
     "number of validation tokens": lambda run: run.settings.get("val_tokens"),
@@ -43,10 +39,8 @@ LOSS_DEPENDS_ON = {  # losses are only averaged if these are equal
 }
 COMPARABLE = {  # experiments are only compared if these are equal
     **LOSS_DEPENDS_ON,
-    # Old logs hold only the number of training tokens.
-    "training data": lambda run: run.facts.get("train_data") or run.facts.get("train_tokens"),
+    "training data": lambda run: run.facts.get("train_data"),
     "sequence_length": lambda run: run.settings["sequence_length"],
-    "hardware": lambda run: run.facts.get("device"),
     "schedule": lambda run: f"continued, {run.schedule}" if run.continued else "in one go",
 }
 
@@ -109,8 +103,8 @@ class Run:
     """One run. Losses are in nats per token. Values missing from the log are None."""
 
     path: Path
-    sources: dict  # {path: text} as logged; the first is the training script
-    settings: dict  # under the names that the logged script gives them
+    source: str  # of the script; "" in a shortened log
+    settings: dict
     facts: dict  # {name: text} of the header and the summary
     schedule: list  # num_iterations, once, and again for each resume that raised it
     ended: bool  # whether the log contains the result
@@ -154,7 +148,7 @@ class Run:
     def peak_memory(self):
         """MiB, of the last start, or None."""
         found = self.facts.get("peak_memory_mib")
-        return None if found is None else int(found.removesuffix("MiB"))
+        return None if found is None else int(found)
 
 
 def without_lost_starts(text):
@@ -174,8 +168,8 @@ def without_lost_starts(text):
 def starts_in(text):
     """Return [(source, settings, body)] of the starts in a log, without those cut by a kill.
 
-    A start is a title, the script's source (in old logs no title, but the sources of the files that
-    it imports), its settings, then facts and points, and at the end a summary: the body.
+    A start is a title, the script's source, its settings, then facts and points, and at the end a
+    summary: the body.
     """
     starts = []
     for part in re.split(r"^Log of train_gpt2\.py, run_id=.*\n", text, flags=re.M):
@@ -184,8 +178,6 @@ def starts_in(text):
             pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", header, flags=re.M)
             settings = {name: ast.literal_eval(value) for name, value in pairs}
             starts.append((source, settings, body))
-        # In an old log, the source of a resumed run ends the body before it.
-        require(all(body.endswith(source) for body in pieces[1:-1:2]), "another source")
     needed = {"seed", "num_iterations", "batch_size", "sequence_length"}
     return [start for start in starts if needed <= start[1].keys()]
 
@@ -199,17 +191,14 @@ def read_starts(path, text):
     starts = starts_in(text)
     source, settings, last = starts[-1]
     require(len({settings.get("seed") for _, settings, _ in starts}) == 1, "another seed")
-    facts = {RENAMED_FACTS.get(name, name): value for name, value in FACT.findall(last)}
-    facts |= SUMMARY.findall(last)
-    names = ["train_gpt2.py", *re.findall(r"^source of (\S+):\n", source, flags=re.M)]
-    texts = re.split(r"^source of \S+:\n", source, flags=re.M)
+    facts = dict(FACT.findall(last)) | dict(SUMMARY.findall(last))
     return Run(
         path=path,
-        sources={name: text[:-1] for name, text in zip(names, texts)},  # drop the log's newline
+        source=source[:-1],  # without the log's newline
         settings=settings,
         facts=facts,
         schedule=list(dict.fromkeys(settings["num_iterations"] for _, settings, _ in starts)),
-        ended="val_loss" in facts or "\nresult " in last,  # in old logs
+        ended="val_loss" in facts,
         edited=len({source for source, _, _ in starts}) > 1,
     )
 

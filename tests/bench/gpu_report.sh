@@ -3,10 +3,9 @@
 #
 # Each part streams its output to a file in DIR. A call ends within LIMIT seconds (default 530),
 # so spread the parts over several calls, numbered below, the most valuable first:
-#   1  environment   the machine, versions, and records/tools/check.py with the default settings, in
-#                    an NCCL group of one process
+#   1  environment   the machine and the versions
 #      plan          prediction of records/tools/plan.py for the default settings on an H200
-#      profile       measured parts of a step (records/tools/step_profile.py), compared to the plan
+#      profile       measured parts of a step (records/tools/step_profile.py)
 #      default       40 steps of the default settings: cold start, then 15 steps with a warm cache
 #   2  modern        MODERN_STEPS steps of --preset=modern (default 400, about 105M tokens), then as
 #                    many tokens of the default settings
@@ -70,14 +69,11 @@ environment() {
     run_part environment bash -c "nvidia-smi; '$python' -c 'import torch; print(torch.__version__,
 torch.version.cuda, torch.cuda.is_available() and torch.cuda.get_device_properties(0),
 torch.backends.cudnn.version())'; lscpu | head -20; git log -1 --format=%H 2>/dev/null"
-    run_part check "$python" -m torch.distributed.run --standalone --nproc_per_node=1 \
-        records/tools/check.py "${default[@]}"
 }
 plan() { run_part plan "$python" records/tools/plan.py --device=H200; }
 profile() {
     run_part profile "$python" records/tools/step_profile.py "${default[@]}"
     cp "$work"/logs/profile_*/*.json.gz "$out/trace.json.gz"
-    run_part plan_measured "$python" records/tools/compare_plan.py "$out/plan.txt" "$out/trace.json.gz"
 }
 default() {
     TORCHINDUCTOR_CACHE_DIR=$work/cold train default_cold train_gpt2.py 40 "${default[@]}" \
