@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # bash run.sh [--name=value ...]     train the record for this machine. With GPUs, it is GPT-2 124M
-#     on FineWeb (loss 3.2755 after 12.0 minutes on 8xH100, according to the public log). run.sh asks
-#     before it downloads the shards that the run needs, up to 5.6 GB, unless --yes is given. Without
-#     GPUs, it is a model of Python sources, mostly a table of n-grams.
+#     on FineWeb. run.sh asks before it downloads the shards that the run needs, up to 5.6 GB, unless
+#     --yes is given. Without GPUs, it is a model of Python sources, mostly a table of n-grams.
 # bash run.sh --preset=small         train a small model of English, for trying an idea
 # bash run.sh --preset=text          train on your own text, which `bash run.sh pack` prepares
 # bash run.sh repeat N [--name=value ...]  train with N seeds and print the mean loss
@@ -31,12 +30,10 @@ esac
 
 # ---- Packages: those of $PYTHON or, if one is missing, those of .venv, where they are installed
 requirements=requirements.txt
-case $command in
-test) requirements+=" records/requirements.txt tests/requirements.txt" ;;
-report | compare | repeat | export) requirements+=" records/requirements.txt" ;;
-esac
+[[ ! $command =~ ^(report|compare|repeat|export|test)$ ]] || requirements+=" records/requirements.txt"
+[ "$command" != test ] || requirements+=" tests/requirements.txt"
 names=$(cd "$root" && grep -hv ';' $requirements | grep -o '^[a-z_]*' || true)
-missing() {  # print the first package that an interpreter lacks
+missing() {  # print what an interpreter lacks first
     "$1" -c "import sys
 from importlib.metadata import version
 for name in sys.argv[1:]:
@@ -45,12 +42,11 @@ assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is old
         $names 2>&1 | tail -n 1 | sed 's/.*: //' || true
 }
 python=${PYTHON:-python3}
-reason=$(missing "$python")
-if [ -n "$reason" ]; then
+if [ -n "$(missing "$python")" ]; then
     venv=$root/.venv
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     if [ -n "$(missing "$venv/bin/python")" ]; then
-        echo "$python: $reason; installing the packages into $venv"
+        echo "installing packages into $venv, because $python lacks $(missing "$python")"
         "$venv/bin/python" -m pip install -r "$root/${requirements##* }"  # includes the others
     fi
     python=$venv/bin/python
@@ -96,8 +92,7 @@ prepare_data() {
         return  # the user's own data
     elif [[ " $*" = *" --preset"[=\ ]small* ]]; then
         [ ! -e data/small/manifest.json ] || return 0
-        # 20M tokens of FineWeb, 40 MB
-        "$python" "$root/data/fineweb.py" --part=20000000 --out data/fineweb_part $yes
+        "$python" "$root/data/fineweb.py" --part=20000000 --out data/fineweb_part $yes  # 40 MB
         "$python" "$root/data/pack.py" data/fineweb_part/*.bin --encoding gpt2-2048 \
             --val_fraction 0.02 --out data/small
     elif [ "$gpus" -eq 0 ]; then
