@@ -37,10 +37,8 @@ import json
 import lzma
 import os
 import re
-import shlex
 import shutil
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,64 +98,6 @@ def get_encoding(name):
     return encoding
 
 
-# ---- Recognizing files that are not text ---------------------------------------------------------
-SIGNATURES = {  # name of a format: pattern of the first bytes
-    "a zip archive (or .docx, .npz, .pt)": rb"PK\x03\x04", "a tar archive": rb".{257}ustar",
-    "a 7z archive": rb"7z\xbc\xaf", "a rar archive": rb"Rar!\x1a", "gzip data": rb"\x1f\x8b",
-    "xz data": rb"\xfd7zXZ\0", "zstd data": rb"\x28\xb5\x2f\xfd", "lz4 data": rb"\x04\x22\x4d\x18",
-    "bzip2 data": rb"BZh[1-9](1AY&SY|\x17\x72E8)",
-    "a PDF file": rb"%PDF-", "an RTF file": rb"\{\\rtf", "an old Word file": rb"\xd0\xcf\x11\xe0",
-    "a PNG image": rb"\x89PNG", "a JPEG image": rb"\xff\xd8\xff", "a GIF image": rb"GIF8[79]a",
-    "an MP3 file": rb"ID3[\x02-\x04]", "an ELF program": rb"\x7fELF", "NumPy data": rb"\x93NUMPY",
-    "an SQLite database": rb"SQLite format 3\0", "a Python pickle": rb"\x80[\x02-\x05]",
-    "an HDF5 file": rb"\x89HDF", "an Arrow file": rb"ARROW1|FEA1|\xff{4}.{3}\0",
-    "a parquet file whose name does not end in .parquet": rb"PAR1",
-    "a Git LFS pointer (`git lfs pull` fetches the file)": rb"version https://git-lfs\.",
-    "a shard of tokens": re.escape(SHARD_MAGIC.to_bytes(4, "little")),
-    "in UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff", "in UTF-16": rb"\xff\xfe|\xfe\xff",
-}  # fmt: skip
-
-
-WEB_PAGE = re.compile(rb"\s*<(!doctype|html)", re.IGNORECASE)
-
-
-def format_of(head):
-    """Return the name of the format in SIGNATURES that a file's first bytes have, or ""."""
-    matches = (name for name in SIGNATURES if re.match(SIGNATURES[name], head, re.DOTALL))
-    return next(matches, "")
-
-
-def explain_bytes(content):
-    """Return why a file is not text in UTF-8, and what to do. FILE stands for the file."""
-    save = "extract it, or save its text in UTF-8, as .jsonl or as .parquet"
-    even, odd = content[::2].count(0), content[1::2].count(0)
-    name = format_of(content)
-    if not name and 4 * max(even, odd) > len(content) and not min(even, odd):
-        name = "in UTF-16BE" if even else "in UTF-16LE"
-    if name.startswith("in UTF"):
-        return f"is {name}: `iconv -f {name[3:]} -t UTF-8 FILE > NEW` converts it"
-    if name:
-        return f"is {name}" if "Git LFS" in name else f"is {name}: {save}"
-    if even + odd:
-        return f"is not text (byte {content.index(0)} is NUL): {save}"
-    text = content.decode(errors="surrogateescape")  # an invalid byte becomes a surrogate
-    start = len(re.match("[^\udc80-\udcff]*", text)[0].encode())
-    invalid = re.findall("[\udc80-\udcff]+", text)
-    if re.fullmatch(rb"[\xc2-\xf4][\x80-\xbf]{0,2}", content[start:]):
-        fix = f"fetch it again, or `head -c {start} FILE > NEW` removes the rest"
-        return f"is probably cut off within the character at byte {start}: {fix}"
-    fault = f"is not in UTF-8 (byte {start} is {content[start]:#x})"
-    if len(re.findall("[^\0-\x7f\udc80-\udcff]", text)) > len(invalid):
-        return f"{fault}, but other characters are: it is damaged, so correct that place"
-    if re.search("[\1-\x08\x0e-\x1a]", text):
-        return f"{fault} and holds control bytes: {save}"
-    # In Western languages, bytes above 0x7f are rare. Windows-1252 does not use five of them.
-    if len("".join(invalid)) > 2 * len(invalid) or re.search(rb"[\x81\x8d\x8f\x90\x9d]", content):
-        return f"{fault}: convert it by `iconv -f ENCODING -t UTF-8 FILE > NEW` with its ENCODING"
-    encoding = "WINDOWS-1252" if re.search(rb"[\x80-\x9f]", content) else "LATIN1"
-    return f"{fault}: if it is in {encoding}, `iconv -f {encoding} -t UTF-8 FILE > NEW` converts it"
-
-
 # ---- Reading: from inputs to documents, in order -------------------------------------------------
 @dataclass
 class Document:
@@ -200,11 +140,9 @@ def is_left_out(path):
 def list_files(inputs, pattern, exclude, out):
     """Return [(name, path)] of all input files, in order, and the paths that are left out.
 
-    Raises ValueError if there are none, or if pattern or exclude has no effect.
+    Raises ValueError if there are none.
     """
-    files, left_out, unmatched = [], [], set(exclude)
-    if pattern != "*" and not any(map(os.path.isdir, inputs)):
-        raise ValueError(f"--pattern={pattern} is only for folders: leave it out, or name a folder")
+    files, left_out = [], []
     for path in map(Path, inputs):
         if str(path) == "-":
             files.append(("-", Path("/dev/stdin")))
@@ -218,7 +156,6 @@ def list_files(inputs, pattern, exclude, out):
         if path.is_dir():
             before = len(files)
             for name, file in sorted(walk(path, out)):
-                unmatched.discard(name)
                 is_link = file.is_symlink() and file.is_dir()  # which may hold files that match
                 if (file.match(pattern) or is_link) and name not in exclude:
                     if is_left_out(file):
@@ -226,14 +163,10 @@ def list_files(inputs, pattern, exclude, out):
                     else:
                         files.append((name, file))
             if len(files) == before:
-                here = [name for name in left_out if Path(name).is_relative_to(path)]
-                left = f", or name one of those left out, {here[:3]}" if here else ""
-                fix = f"give other inputs or --pattern{left}"
+                fix = f"give other inputs or another --pattern (left out: {left_out[:3]})"
                 raise ValueError(f"no file matches {pattern!r} in {path}: {fix}")
         else:
             files.append((path.name, path))
-    if unmatched:
-        raise ValueError(f"--exclude {sorted(unmatched)}: no such files; give their relative paths")
     return files, left_out
 
 
@@ -241,7 +174,7 @@ def read_text(file, text_field):
     """Yield (1, text) of a file that is one document; bytes if it is not text."""
     content = file.read()
     try:
-        yield 1, content if 0 in content else content.decode().removeprefix("\ufeff")
+        yield 1, content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError:
         yield 1, content
 
@@ -277,7 +210,7 @@ def read_shard(file, path):
     encoding = get_encoding(read_manifest(path.parent / "manifest.json").get("encoding", "gpt2"))
     header = np.frombuffer(file.read(4 * SHARD_HEADER), "<i4").tolist()
     tokens = np.frombuffer(file.read(), "<u2")
-    if header[2:3] != [len(tokens)]:
+    if header[:1] != [SHARD_MAGIC] or header[2:3] != [len(tokens)]:
         raise ValueError("it is not a complete shard of tokens")
     if tokens.max() > encoding.eot_token:
         raise ValueError(f"it has token {tokens.max()}, which {encoding.name} lacks")
@@ -290,7 +223,8 @@ def read_shard(file, path):
 def fault_of(text, text_field):
     """Return why a text cannot be packed, or an empty string."""
     if isinstance(text, bytes):
-        return explain_bytes(text)
+        fix = "save it as text in UTF-8, or see what kind of file it is"
+        return f"is not text in UTF-8 (it begins with {text[:20]}): {fix}"
     if not isinstance(text, str):
         return f"has no string field {text_field!r} (see --text_field), or is not JSON in UTF-8"
     if not text:
@@ -322,54 +256,24 @@ def endings_of(file):
     return os.path.splitext(base)[1].lower(), compression.lower()
 
 
-def check_text_field(text_field, files):
-    """Return the field to read. Raises ValueError if one is given (not None) without effect."""
-    tables = [ending for ending in READERS if ending != ".bin"]
-    if text_field is not None and not any(endings_of(name)[0] in tables for name, _ in files):
-        raise ValueError(f"--text_field={text_field} is only for {', '.join(tables)}: leave it out")
-    return "text" if text_field is None else text_field
-
-
-def check_split_at(split_at, separators):
-    """Raise ValueError if a separator is given that occurs nowhere. separators: a Counter."""
-    if split_at is not None and not separators[split_at]:
-        raise ValueError(f"--split_at {split_at!r} occurs in no text: correct it, or leave it out")
-
-
-def read_documents(file, path, text_field="text", split_at=None, separators=None):
-    """Yield the Documents of a file. If reading fails midway, the last one has that fault.
-
-    separators: a Counter, to which the occurrences of split_at are added.
-    """
+def read_documents(file, path, text_field="text", split_at=None):
+    """Yield the Documents of a file. If reading fails midway, the last one has that fault."""
     ending, compression = endings_of(file)
-    source = shlex.quote(str(path))  # for a command in bash
-    if compression:
-        source = f"<({'gzip' if compression == '.gz' else 'xz'} -dc {source})"
     reader = READERS.get(ending, read_text)
     line = 0  # the last that was read
     try:
         with OPEN.get(compression, open)(path, "rb") as content:
-            head = content.peek(300)
-            if reader is not read_text and WEB_PAGE.match(head):
-                raise ValueError("it is a web page, so download the file itself")
-            is_parquet = reader is read_rows and head.startswith(b"PAR1")
-            is_shard = reader is read_shard and head.startswith(SHARD_MAGIC.to_bytes(4, "little"))
-            is_other = format_of(head) and not (is_parquet or is_shard)
-            argument = path if reader is read_shard else text_field
-            rows = [(1, head)] if is_other else reader(content, argument)
-            for line, text in rows:
+            for line, text in reader(content, path if reader is read_shard else text_field):
                 place = f"{file}:{line}"
                 fault = fault_of(text, text_field)
                 if not fault and ending in (".json", ".csv", ".tsv"):
                     fix = "convert it to .jsonl, or rename it to .txt to pack it as it is"
                     fault = f"is {ending}: {fix}"
                 if fault:
-                    yield Document(place, "", file, fault.replace("FILE", source))
+                    yield Document(place, "", file, fault)
                 elif split_at is None:
                     yield Document(place, text, file if reader is read_text else text, "")
                 else:
-                    if separators is not None:
-                        separators[split_at] += text.count(split_at)
                     for part in filter(None, map(str.strip, text.split(split_at))):
                         yield Document(place, part, part, "")
     except ImportError:
@@ -546,15 +450,13 @@ def pack(args, staging):
     """Write the shards and manifest.json of all inputs into staging; return the manifest."""
     encoding = get_encoding(args.encoding)
     files, left_out = list_files(args.inputs, args.pattern, args.exclude, args.out)
-    text_field, separators = check_text_field(args.text_field, files), Counter()
     documents = (
         document
         for file in files
-        for document in read_documents(*file, text_field, args.split_at, separators)
+        for document in read_documents(*file, args.text_field, args.split_at)
     )
     with open(staging / "tokens", "wb") as file:
         lengths, name_hashes, faults, plain = tokenize(documents, encoding, file, args.skip_bad)
-    check_split_at(args.split_at, separators)
     if not len(lengths):
         raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs")
     train, val = choose(lengths, name_hashes, args.val_fraction, args.hash_only)
@@ -602,7 +504,7 @@ def parse_args(argv):
     add("--encoding", default="bytes", help=help)
     add("--val_fraction", default=0.1, type=float, help="fraction to hold out (0.1)")
     add("--hash_only", action="store_true", help="hold out by the hash, whatever the size")
-    add("--text_field", help="field of a JSON line or a parquet row (text)")
+    add("--text_field", default="text", help="field of a JSON line or a parquet row (text)")
     add("--split_at", metavar="TEXT", help=f"split documents here, for example at '{END_OF_TEXT}'")
     add("--pattern", default="*", help="in folders, read only files whose names match")
     add("--exclude", default=[], nargs="*", help="relative paths to leave out")

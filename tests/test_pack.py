@@ -1,7 +1,5 @@
 """data/pack.py packs text into complete sets of shards, which data/shards.py verifies."""
 
-import bz2
-import codecs
 import contextlib
 import errno
 import fcntl
@@ -159,8 +157,7 @@ def test_a_folder_is_read_without_hidden_files_and_files_of_runs(tmp_path, capsy
     assert set(manifest["left_out"]) == left_out and "left out: 4 " in capsys.readouterr().out
     packed(out, source / "logs" / "a.txt", "--val_fraction", 0)
     assert split_documents(out, "train") == [log.encode()]
-    assert "name one of those left out" in refusal(out, source / "logs")
-    assert "--exclude ['logs']: no such files" in refusal(out, source, "--exclude", "logs")
+    assert "(left out: [" in refusal(out, source / "logs")
 
 
 def test_literal_end_of_text_tokens_are_counted_or_split_documents(tmp_path, capsys):
@@ -190,60 +187,11 @@ NOT_JSON = "has no string field 'text' (see --text_field), or is not JSON in UTF
 LINES = "Größe — Wörter\n" * 20
 UNREADABLE = "cannot be read further"
 BAD = {  # name of the file, its content, the message
-    "invalid UTF-8 in a text": (
-        "a.txt",
-        b"one\ntwo \xff three",
-        "a.txt:1 is not in UTF-8 (byte 8 is 0xff): if it is in LATIN1, `iconv -f LATIN1",
-    ),
-    "Windows-1252": (
-        "a.txt",
-        LINES.encode("cp1252"),
-        "a.txt:1 is not in UTF-8 (byte 2 is 0xf6): if it is in WINDOWS-1252",
-    ),
-    "Cyrillic": (
-        "a.txt",
-        "Привет, мир".encode("koi8-r"),
-        "a.txt:1 is not in UTF-8 (byte 0 is 0xf0): convert it by `iconv -f ENCODING",
-    ),
-    "damaged": (
-        "a.txt",
-        LINES.encode() + b"\xff" + LINES.encode(),
-        "a.txt:1 is not in UTF-8 (byte 400 is 0xff), but other characters are",
-    ),
-    "cut off": (
-        "a.txt",
-        "größ".encode()[:-1],
-        "a.txt:1 is probably cut off within the character at byte 4",
-    ),
-    "UTF-16 with a mark": (
-        "a.txt",
-        LINES.encode("utf-16"),
-        "a.txt:1 is in UTF-16: `iconv -f UTF-16 ",
-    ),
-    "UTF-16LE": ("a.txt", LINES.encode("utf-16-le"), "a.txt:1 is in UTF-16LE: `iconv -f UTF-16LE "),
-    "UTF-16BE": (
-        "a.txt.gz",
-        gzip.compress(LINES.encode("utf-16-be")),
-        "a.txt.gz:1 is in UTF-16BE: `iconv -f UTF-16BE -t UTF-8 <(gzip -dc ",
-    ),
-    "UTF-32": ("b.jsonl", codecs.BOM_UTF32_LE + GOOD, "b.jsonl:1 is in UTF-32"),
-    "NUL": ("a.txt", b"text\0text", "a.txt:1 is not text (byte 4 is NUL): extract it, or save its"),
+    "invalid UTF-8": ("a.txt", b"two \xff three", "a.txt:1 is not text in UTF-8 (it begin"),
+    "UTF-16": ("a.txt", LINES.encode("utf-16"), "a.txt:1 is not text in UTF-8"),
+    "an image": ("a.gz", gzip.compress(b"\x89PNG"), "a.gz:1 is not text in UTF-8"),
+    "NUL": ("a.txt", b"text\0text", "a.txt:1 contains a NUL character"),
     "NUL in a line": ("b.jsonl", b'{"text": "\\u0000"}\n', "b.jsonl:1 contains a NUL character"),
-    "tar": (
-        "a.gz",
-        gzip.compress(b"a".ljust(257, b"\0") + b"ustar"),
-        "a.gz:1 is a tar archive: ex",
-    ),
-    "zip": ("b.jsonl", b"PK\3\4", "b.jsonl:1 is a zip archive (or .docx, .npz, .pt): extract it"),
-    "bzip2": ("a.txt", bz2.compress(b"a"), "a.txt:1 is bzip2 data: extract it"),
-    "LFS": (
-        "a.txt",
-        b"version https://git-lfs.github.com/spec/v1\n",
-        "a.txt:1 is a Git LFS pointer (`git lfs pull` fetches the file)",
-    ),
-    "PDF": ("a.txt", b"%PDF-1.7\n", "a.txt:1 is a PDF file: extract it, or save its text"),
-    "Arrow": ("a", b"\xff\xff\xff\xff\x10\1\0\0", "a:1 is an Arrow file: extract it, or save"),
-    "shard": ("a", (20240520).to_bytes(4, "little"), "a:1 is a shard of tokens"),
     "JSON": ("a.json.xz", lzma.compress(b"{}"), "a.json.xz:1 is .json: convert it to .jsonl, or"),
     "CSV": ("a.CSV", b"text\n", "a.CSV:1 is .csv: convert it to .jsonl, or rename it to .txt"),
     "invalid UTF-8 in a line": ("b.jsonl", GOOD + b'\n"\xff"\n', f"b.jsonl:3 {NOT_JSON}"),
@@ -339,50 +287,6 @@ def test_mistakes_are_refused(tmp_path, monkeypatch, arguments, sentence):
         (tmp_path / name).write_text(content)
     assert sentence in refusal("out", *arguments)
     assert all_files(tmp_path / "out") == {"b": b"b"}
-
-
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
-PAGE = b"\n<!doctype HTML>\n<html><body>Not found</body></html>\n"
-
-
-@pytest.mark.parametrize("ending", [".parquet", ".jsonl", ".jsonl.gz", ".ndjson"])
-@pytest.mark.parametrize("content, kind", [(LFS_POINTER, "a Git LFS pointer"), (PAGE, "web page")])
-def test_what_stands_in_for_a_download_is_named(content, kind, ending, tmp_path, monkeypatch):
-    """It is a small text file under the name of the data."""
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # is not needed to see that
-    path = tmp_path / f"data{ending}"
-    path.write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
-    assert kind in refusal(tmp_path / "out", path)
-
-
-def test_a_web_page_can_be_a_text(tmp_path):
-    (tmp_path / "page.html").write_bytes(PAGE)
-    assert packed(tmp_path / "out", tmp_path / "page.html")["documents"] == 1
-
-
-EFFECTLESS = [
-    (("a.txt", "--split_at", "||"), "--split_at '||' occurs in no text"),
-    (("texts", "--split_at", "\\n\\n"), r"--split_at '\\n\\n' occurs in no text"),
-    (("a.txt", "--text_field", "body"), "--text_field=body is only for .jsonl"),
-    (("texts", "--text_field", "text"), "--text_field=text is only for .jsonl"),
-    (("a.txt", "--pattern", "*.md"), "--pattern=*.md is only for folders"),
-    (("texts", "more", "--pattern", "*.txt"), "no file matches '*.txt' in more"),
-    (("texts", "empty"), "no file matches '*' in empty"),
-    (("texts", "links"), "no file matches '*' in links: give other inputs or --pattern, or name"),
-]
-
-
-@pytest.mark.parametrize("arguments, sentence", EFFECTLESS)
-def test_options_and_inputs_without_effect_are_refused(arguments, sentence, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in "a.txt", "texts/a.txt", "texts/b.txt", "more/c.md":
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("one | two\nthree")
-    for name in "empty", "links":
-        (tmp_path / name).mkdir()
-    (tmp_path / "links" / "texts").symlink_to(tmp_path / "texts")
-    assert sentence in refusal(tmp_path / "out", *arguments)
-    assert all_files(tmp_path / "out") == {}
 
 
 def test_links_to_folders_and_pipes_are_counted_as_left_out(tmp_path, capsys):

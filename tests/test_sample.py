@@ -48,20 +48,6 @@ def test_a_lone_dash_reads_the_prompt_from_standard_input(plain_run, capsys, mon
     assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize(
-    "content, kind",
-    [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
-        (b"<!DOCTYPE html>\n<html></html>", "a web page"),
-        (b"\x1f\x8b", "gzip data"),
-    ],
-)
-def test_a_file_that_stands_in_for_weights_is_named(content, kind, tmp_path):
-    (tmp_path / "model.pt").write_bytes(content)
-    with pytest.raises(ValueError, match=f"model.pt is {kind}"):
-        weights.load(tmp_path / "model.pt")
-
-
 def test_picks_have_the_probabilities_of_the_softmax():
     logits = torch.tensor([0.0, 1.0, 2.0, -9.0])
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,6 @@ end-of-text token has no bytes.
 import glob
 import math
 import os
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -80,14 +79,12 @@ def read_text(name, args, encoding, options):
         folder, file = os.path.split(name)
         return read_shards(os.path.join(folder, glob.escape(file)), args, encoding)
     files, _ = pack.list_files([name], "*", [], out=Path(os.devnull))  # there is no output
-    text_field, separators = pack.check_text_field(options.text_field, files), Counter()
     tokens = []
     for file in files:
-        for document in pack.read_documents(*file, text_field, options.split_at, separators):
+        for document in pack.read_documents(*file, options.text_field or "text", options.split_at):
             tokens.append(pack.tokens_of(document, encoding).astype(np.int32))
             if document.fault:
                 raise UserError(f"{document.place} {document.fault}")
-    pack.check_split_at(options.split_at, separators)
     return torch.from_numpy(np.concatenate(tokens or [[]]))
 
 

@@ -53,11 +53,6 @@ def load(path, device="cpu", dtype=None):
     device: "cpu", "cuda" or "auto". dtype: of matmuls; by default that of training. Raises
     UserError if the file or the device is not usable.
     """
-    with open(path, "rb") as file:
-        head = file.read(300)
-    kind = "a web page" if pack.WEB_PAGE.match(head) else pack.format_of(head)
-    if kind and not head.startswith(b"PK"):
-        raise UserError(f"{path} is {kind}, not weights: fetch or name the file itself")
     state = train_gpt2.read_pt(path)
     try:
         args = Hyperparameters(**state["hyperparameters"])
