@@ -451,8 +451,8 @@ class ModernAttention(CausalSelfAttention):
     def __init__(self, args, layer, dtype):
         super().__init__(args)
         self.offset_keys = layer.is_long
-        frequencies = self.rotary_frequencies(args.n_embd // args.n_head)
-        has_position = (frequencies > 0).repeat(2)  # (D,)
+        D = args.n_embd // args.n_head
+        has_position = torch.arange(D) % (D // 2) < D // 4  # the pairs (i, i + D/2) with i < D/4
         self.register_buffer("has_position", has_position, persistent=False)
         self.value_table = self.value_gate = None
         if layer.has_value_table:
