@@ -4,9 +4,9 @@
     python train_gpt2.py                                        # one GPU, or a CPU
     python train_gpt2.py --help                                 # all settings and presets
 
-The defaults are those of record 7 of the public NanoGPT speedrun (October 2024), whose log reports
-a validation loss of 3.2755 after 12.0 minutes on 8xH100 (one run). This file has not been run on a
-GPU yet. It requires Python 3.10+, torch 2.5+ and numpy.
+The defaults are those of record 7 of the public NanoGPT speedrun (October 2024). The log of that
+record reports a validation loss of 3.2755 after 12.0 minutes on 8xH100. This file has not been run
+on a GPU yet. It requires Linux or macOS, Python 3.10+, torch 2.5+ and numpy.
 
 Settings, models, Muon, data, training and main come first: what you read to understand a run, and
 edit to change it. The sections titled "Machinery" hold the rest, from the command line to
@@ -66,10 +66,10 @@ from torch.utils._pytree import tree_leaves
 def setting(default, help, role, low=0, high=2**31 - 1, needs=""):
     """Return a field of Hyperparameters.
 
-    low, high: the smallest and largest number allowed. needs: another setting, without which this
-    one has no effect.
+    low, high: the smallest and largest number allowed. needs: another setting; while that one is
+    off (see is_off), this one has no effect.
     """
-    help += f" (needs --{needs})" if needs else ""
+    help += f" (needs --{needs}{'=modern' if needs == 'model' else ''})" if needs else ""
     metadata = dict(help=help, role=role, low=low, high=high, needs=needs)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -94,7 +94,7 @@ class Hyperparameters:
     n_layer: int = architecture(12, "transformer blocks", low=1)
     n_head: int = architecture(6, "attention heads", low=1)
     n_embd: int = architecture(768, "channels", low=1)
-    window: int = architecture(0, "final window of the long layers, in tokens", needs="model")
+    window: int = architecture(0, "attention window in tokens, at the end", needs="model")
     document_token: int = architecture(50256, "token that starts a document", needs="window")
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams", needs="model")
     max_ngram: int = architecture(2, "longest n-gram in tokens", low=2, needs="ngram_rows")
@@ -106,15 +106,18 @@ class Hyperparameters:
     sequence_length: int = training(1024, "tokens per sequence", low=1)
     num_iterations: int = growing(5100, "optimizer steps", low=1)
     adamw_every: int = training(1, "steps between updates of AdamW", low=1, needs="model")
-    learning_rate: float = training(0.0036, "learning rate of lm_head, and of wte in gpt2")
-    embedding_learning_rate: float = training(0.6, "... of embeddings", needs="model")
-    ngram_learning_rate: float = training(0.0, "... of Adagrad; 0: AdamW", needs="ngram_rows")
-    muon_learning_rate: float = training(0.00036, "... of the matrices of the blocks")
+    learning_rate: float = training(0.0036, "of AdamW: lm_head, and wte in gpt2")
+    embedding_learning_rate: float = training(0.6, "of AdamW: embeddings", needs="model")
+    ngram_learning_rate: float = training(
+        0.0, "of Adagrad, which trains the n-gram table; 0: AdamW trains it", needs="ngram_rows"
+    )
+    muon_learning_rate: float = training(0.00036, "of Muon: the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
     muon_momentum: float = training(0.95, "momentum of Muon", high=0.999)
-    muon_warmup_fraction: float = training(0.0, "first fraction: momentum rises", high=1)
-    muon_cooldown_fraction: float = training(0.0, "final fraction: momentum falls", high=1)
-    warmdown_fraction: float = training(1450 / 5100, "final fraction: rates decay", high=1)
+    # Fractions of the steps
+    muon_warmup_fraction: float = training(0.0, "Muon's momentum rises at first", high=1)
+    muon_cooldown_fraction: float = training(0.0, "Muon's momentum falls at the end", high=1)
+    warmdown_fraction: float = training(1450 / 5100, "learning rates decay at the end", high=1)
     final_lr: float = training(0.0, "learning rates at the end, relative to the first", high=1)
     ngram_dropout: float = training(0.0, "share of n-grams dropped", high=0.99, needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at another offset")
@@ -129,7 +132,7 @@ class Hyperparameters:
     log_dir: str = free("logs", "folder of logs and checkpoints")
     save_every: int = free(0, "steps between checkpoints; 0: only when a signal stops the run")
     keep_checkpoints: int = free(2, "number of recent checkpoints to keep", low=1)
-    resume: str = free("", "auto continues run_id; a path continues that checkpoint as a new run")
+    resume: str = free("", "auto: continue run_id; a path: start a run from that checkpoint")
     init: str = free("", "file with the initial weights, such as model.pt")
     device: Literal["auto", "cuda", "cpu"] = free("auto", "auto: cuda if PyTorch sees a GPU")
     device_batch_size: int = free(64, "maximum sequences per forward pass, to save memory", low=1)
@@ -143,8 +146,10 @@ class Hyperparameters:
 def modern_recipe(width, **settings):
     """Return the settings of a preset of the modern model; some follow from its width, n_embd.
 
-    Sources: records/2026-11-26_Modern_2026. The public rate of Muon, 0.03, and its decay, 1.2 times
-    the rate, are converted to the units here (see Muon). The public rate of the MLP, 0.06, follows.
+    Sources: records/2026-11-26_Modern_2026. The public learning rate of Muon is 0.03 for square
+    matrices and 0.06 for those of the MLP; its weight decay is 1.2 * 0.03. Here, the rate is
+    divided by sqrt(N), and the decay multiplied by it, as the table in Muon's docstring says. The
+    scale of Muon's updates then doubles the rate for the MLP.
     """
     return dict(
         model="modern", n_layer=11, n_head=width // 128, n_embd=width, window=1728,
@@ -171,7 +176,8 @@ PRESETS = {
         "a small model of English for trying ideas: minutes on 2 CPU cores",
         modern_recipe(
             128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
-            vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,  # gpt2-2048
+            # GPT-2's first 2,048 tokens and a document token; 2,176 is a multiple of 128
+            vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
             n_layer=8, window=3072, batch_size=8, sequence_length=512, device_batch_size=8,
             num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
         ),
@@ -339,7 +345,7 @@ def loss_or_logits(x, weight, targets=None, softcap=0.0):
     if targets is None:
         return compute_logits(x, weight.type_as(x), softcap)
     x, targets = x.flatten(0, 1), targets.flatten()
-    needs_grad = torch.is_grad_enabled()  # inside apply, grad mode is always off
+    needs_grad = torch.is_grad_enabled()  # asked here, because it is off inside forward
     return ChunkedCrossEntropy.apply(x, weight, targets, softcap, needs_grad)
 
 
@@ -373,8 +379,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
+        # At most max_chunks chunks, each with at least min_logits logits. Small chunks are slow.
         max_chunks = 2 if x.is_cuda else 8  # tuned on CPUs; a guess for GPUs
-        min_logits = 512 * 50304  # of a chunk, because small chunks are slow
+        min_logits = 512 * 50304
         chunks = max(1, min(max_chunks, len(x) * len(weight) // min_logits))
         pairs = list(zip(x.chunk(chunks), targets.chunk(chunks)))
         if not needs_grad:
@@ -414,15 +421,15 @@ class Layer(NamedTuple):
     is_long: bool  # attention has the long window and offset keys
     starts_skip: bool  # its output is added to the input of the layer with ends_skip
     ends_skip: bool
-    is_saved: bool  # its output is what layers with reads_saved read
+    is_saved: bool  # its output is read by layers with reads_saved, and by backout at the end
     reads_saved: bool  # attention reads the saved output instead of the residual stream
 
 
 def modern_layers(n):
     """Return a Layer for each of n layers.
 
-    The comments count layers from 0 and name those of the public records, which have 11. In a small
-    model, most layers have several roles.
+    The comments give the numbers of the layers, from 0, for n = 11, as in the public records. In a
+    small model, most layers have several roles.
     """
     saved = max(0, min(2 * n // 3, n - 2))  # 7
     skip_end = (n + 1) // 2 if n >= 8 else None  # 6
@@ -443,9 +450,9 @@ def modern_layers(n):
 class ModernAttention(CausalSelfAttention):
     """Attention with rotary positions on half of the channels.
 
-    A value table adds a learned embedding of the token to each value. Offset keys take their
-    channels without position from the previous token's key, even across a document boundary. A
-    query can then find the token that followed an earlier copy of its token.
+    A value table adds a learned embedding of the token to each value. With offset keys, the half
+    of each key that is not rotated is copied from the previous token's key, even across a document
+    boundary. A query can then find the token that followed an earlier copy of its own token.
     """
 
     def __init__(self, args, layer, dtype):
@@ -507,8 +514,9 @@ def attention_mask(documents, window_blocks):
         sequence = torch.arange(B, device=device)[:, None, None]
         position = torch.arange(T, device=device)
         return visible(sequence, 0, position[:, None], position)[:, None]  # (B, 1, T, T)
-    # Which blocks of keys each block of queries sees: (B, queries, keys). Documents ascend, so two
-    # blocks share one if the first document of the later block is in the earlier block.
+    # Which blocks of keys each block of queries sees: (B, queries, keys). Documents ascend, so an
+    # earlier block of keys shares a document with a block of queries if its last document is not
+    # before the first document of the queries.
     query_first = documents[:, ::BLOCK].unsqueeze(2)
     key_last = documents[:, BLOCK - 1 :: BLOCK].unsqueeze(1)
     block = torch.arange(T // BLOCK, device=device)
@@ -569,7 +577,7 @@ class NgramTable(nn.Module):
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
-            # Without + 1, (0,), (0, 0), ... would all hash to 0. Overflow wraps around.
+            # Without + 1, all n-grams of zeros would hash to 0. Overflow of int64 is intended.
             hash_of_ngram = hash_of_ngram * 1000003 + earlier + 1
             hashes.append(hash_of_ngram)
         hashes = torch.stack(hashes, dim=-1)  # (B, T, max_ngram - 1)
@@ -584,14 +592,16 @@ class NgramTable(nn.Module):
     def survives_dropout(self, hashes, inputs):
         """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
 
-        hashes: of the n-grams, of the same shape. The mask hashes these, the sum of a sequence's
-        tokens, and the seed. Unlike random numbers, it depends neither on the number of ranks nor
-        on earlier batches. Within a sequence, all copies of an n-gram are kept or all are dropped.
+        hashes: of the n-grams, of the same shape. A hash of the n-gram, of the sum of the
+        sequence's tokens and of the seed decides. Unlike random numbers, it depends neither on the
+        number of ranks nor on earlier batches. All copies of an n-gram in a sequence share a fate.
         """
         # Multiplicative hashing with an odd salt and the multiplier of Knuth's MMIX generator. The
-        # int64 product wraps around. Its highest 20 bits, which are mixed best, give the number.
+        # int64 product wraps around; its highest bits are mixed best.
         salt = 2 * (inputs.sum(1)[:, None, None] + 1000003 * self.seed) + 1
-        uniform = (hashes * salt * 6364136223846793005 >> 44) / 2**20 + 0.5  # in [0, 1)
+        product = hashes * salt * 6364136223846793005
+        highest_bits = product >> 44  # 20 bits with a sign
+        uniform = highest_bits / 2**20 + 0.5  # in [0, 1)
         return uniform >= self.dropout
 
 
@@ -621,8 +631,8 @@ class ModernGPT(nn.Module):
         self.init_weights(args)
         self.document_token = args.document_token
         self.has_window = args.window > 0
-        # apply_schedule changes this buffer; it starts at the final window, for inference. Changing
-        # a Python number would recompile the model.
+        # A buffer, because changing a Python number would recompile the model. apply_schedule sets
+        # it for each step of training. Inference uses this value, the final window.
         window_blocks = torch.tensor(window_blocks_at(args.num_iterations, args))
         self.register_buffer("window_blocks", window_blocks, persistent=False)
 
@@ -634,11 +644,11 @@ class ModernGPT(nn.Module):
         c_q, c_k, c_v, mlp.c_fc   uniform, standard deviation
                                   0.5 / sqrt(columns)                  77 (q, k, v), 62 (c_fc)
                                   with equal_keys, last c_k is c_q     our own
-        c_proj, value_gate        zeros (c_proj: by its class)         62
+        c_proj, value_gate        zeros (c_proj in GPT's classes)      62
         value_table               normal, standard deviation 0.01      70
         ngrams, lm_head           zeros                                62, 8
         input_weights             1.1 stream, 0 tokens, 0.1 n-grams    45, 62
-        skip_weight               0.18, or sigmoid(-1.5)               45
+        skip_weight               0.18, about sigmoid(-1.5)            45
         backout_weight            0.5                                  40
         """
         nn.init.normal_(self.wte.weight)
@@ -684,7 +694,7 @@ class ModernGPT(nn.Module):
                 skip = x
             if layer.is_saved:
                 saved = x
-        x = x - self.backout_weight * saved
+        x = x - self.backout_weight * saved  # backout: removes a learned share of this output
         return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
 
 
@@ -694,7 +704,8 @@ def build_model(args, dtype):
 
 
 # ---- Muon. To use it elsewhere, copy this section: it needs torch and torch.distributed as dist --
-# Coefficients (a, b, c) of the Newton-Schulz iterations. Edit them to try others; at least three.
+# Coefficients (a, b, c) of the Newton-Schulz iterations. Edit them to try others. Three or more are
+# needed, because gram_newton_schulz restarts after the second.
 NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
 
 
@@ -716,6 +727,7 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     if G.ndim == 3:
         norms = norms[:, None, None]
     # Dividing by a 0-D tensor leaves a bfloat16 matrix in bfloat16, which is faster.
+    # A float32 matrix is divided before it is rounded, so that its small entries survive.
     X = (G.to(torch.promote_types(G.dtype, dtype)) / norms).to(dtype)
     is_tall = G.size(-2) > G.size(-1)
     X = X.mT if is_tall else X  # (m, n) with m <= n, or a stack
@@ -764,13 +776,14 @@ def gram_newton_schulz(X):
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz: replaces Nesterov momentum U S V^T with U V^T.
 
-    Every direction in weight space is learned at the same rate. Leave embeddings, the output head
-    and all parameters that are not matrices to another optimizer, such as AdamW.
+    All singular directions of an update get the same size. Leave embeddings, the output head and
+    all parameters that are not matrices to another optimizer, such as AdamW.
 
     params: 2-D matrices, or 4-D convolution kernels, which are flattened to (M, N).
     lr: RMS change of an entry per step.
     momentum: decay of the moving average of gradients.
-    weight_decay: a step multiplies the entries that it updates by 1 - lr * weight_decay.
+    weight_decay: decoupled, as in AdamW: a step multiplies entries by 1 - lr * weight_decay, except
+      those whose update is exactly 0.
     rank, world_size: this process's rank in process_group (None: the default group), and its size.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32.
     beta2: decay of NorMuon's moving averages, which even out the sizes of an update's rows
@@ -785,8 +798,9 @@ class Muon(torch.optim.Optimizer):
     like the parameter. Without DTensors, the state_dict() of every rank is complete. With them,
     save it with torch.distributed.checkpoint.
 
-    Updates are scaled by sqrt(max(M, N)). To convert the values of another optimizer:
+    Updates of a matrix with M rows and N columns are scaled by sqrt(max(M, N)). To convert values:
 
+        from                                              lr here        weight_decay here
         AdamW; torch.optim.Muon with "match_rms_adamw"    0.2 * lr       weight_decay / 0.2
         torch.optim.Muon by default; Keller Jordan's      lr / sqrt(N)   weight_decay * sqrt(N)
 
@@ -850,8 +864,9 @@ class Muon(torch.optim.Optimizer):
             rank_costs[owner] += len(stack) * matrix_cost(stack[0])
             if owner == self.rank:
                 mine.update(stack)
-        # The stacks of a bucket usually belong to different ranks, which work in parallel. The
-        # all-reduce of a bucket overlaps with the computation of the next one.
+        # world_size consecutive stacks form a bucket, which is sent in one all-reduce. They usually
+        # belong to different ranks, which work in parallel. The all-reduce of a bucket overlaps
+        # with the computation of the next one.
         pending = []
         for i in range(0, len(stacks), self.world_size):
             pending.append(self.start_updates(stacks[i : i + self.world_size], group, mine))
@@ -877,7 +892,7 @@ class Muon(torch.optim.Optimizer):
         for stack in stacks:
             stack = [p for p in stack if p.grad is not None]
             for p in stack:
-                self.update_momentum(p, group)
+                self.update_momentum(p, group)  # on every rank, so that its state is complete
             if stack and stack[0] in mine:
                 self.write_updates(stack, group, updates)
         if self.world_size == 1:
@@ -959,7 +974,7 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         """Load a state_dict. Raises ValueError if it belongs to another type of optimizer."""
-        # Of all optimizers, only this one has both options.
+        # Muon's states are recognized by the names of its options.
         if not all({"beta2", "cautious"} <= group.keys() for group in state_dict["param_groups"]):
             raise ValueError("the state is not Muon's: load one that this class has saved")
         super().load_state_dict(state_dict)
@@ -981,7 +996,8 @@ def check_muon_group(group):
                 f"a param group is on {p.device} and another device: use one group for each"
             )
         if is_dtensor(p) and p.device_mesh.get_coordinate() is None:
-            raise ValueError(f"a DTensor's mesh, {p.device_mesh}, lacks this rank: omit it here")
+            fix = "pass a rank only parameters of its own meshes"
+            raise ValueError(f"this rank is not in {p.device_mesh} of a DTensor: {fix}")
     lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
     beta2 = group["beta2"]
     if not (lr >= 0 and 0 <= momentum < 1 and weight_decay >= 0 and 0 <= beta2 < 1):
@@ -1009,7 +1025,8 @@ def normalize_rows(update, average, beta2):
     """Divide the rows of an update by moving averages of their sizes; keep its norm (NorMuon).
 
     update: (M, N), changed in place. average: moving average of each row's mean square, (M, 1), or
-    of each column's, (1, N), if M < N; updated in place.
+    of each column's, (1, N), if M < N; updated in place. Its bias towards 0 at the beginning, which
+    is the same for all rows, cancels in the division by the new norm.
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
@@ -1023,9 +1040,10 @@ def normalize_rows(update, average, beta2):
 def stacks_of(params):
     """Split params into stacks of one shape, sorted by the cost of a matrix, the largest first.
 
-    A stack holds up to eight matrices with at most 2**20 entries in total, or one larger matrix.
-    They share batched matmuls. Stacks must not depend on the number of ranks, because the size of a
-    batched matmul can change the last bits. For DTensors, a stack has one matrix for each rank.
+    The matrices of a stack are orthogonalized by batched matmuls: up to eight, with at most 2**20
+    entries in total. A larger matrix is alone. Stacks must not depend on the number of ranks,
+    because the size of a batched matmul can change the last bits. For DTensors, a stack has one
+    matrix for each rank.
     """
     alike = {}
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
@@ -1054,17 +1072,19 @@ def shard_size(path):
     tokens, odd_bytes = divmod(os.path.getsize(path) - HEADER_BYTES, 2)
     expected = [20240520, 1, tokens] + [0] * (HEADER_BYTES // 4 - 3)
     if tokens <= 0 or odd_bytes or header.tolist() != expected:
-        fix = "download it (a Git LFS pointer by `git lfs pull`) or pack it again; write_shard of "
-        fix += f"data/shards.py converts other tokens. It begins with {header.tobytes()[:30]}"
-        raise UserError(f"{path} is not a complete shard of tokens with the right header: {fix}")
+        found = f"{path} is not a complete shard (it begins with {header.tobytes()[:30]})"
+        fix = (
+            "download it again (by `git lfs pull`, if it is a pointer), or pack it by data/pack.py"
+        )
+        raise UserError(f"{found}: {fix}")
     return tokens
 
 
 class TokenStream:
     """The tokens of all shards that match a glob, laid end to end in name order, and repeated.
 
-    Only the file's name may be a pattern. Shards stay open, so they may be replaced. Raises
-    UserError if one is missing or incomplete, or has a token outside the vocabulary.
+    Only the file's name may be a pattern. The files stay open, so replacing one does not affect the
+    run. Raises UserError if one is missing or incomplete, or has a token outside the vocabulary.
     """
 
     def __init__(self, pattern, vocab_size):
@@ -1072,8 +1092,10 @@ class TokenStream:
         folder, name = os.path.split(pattern)
         self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            fix = "run data/fineweb.py or data/pack.py, and use *, ? and [] only in the file's name"
-            raise UserError(f"no file matches {pattern!r}: {fix}")
+            fix = (
+                "check the path, or make the data by data/fineweb.py or data/pack.py (*, ? and [] "
+            )
+            raise UserError(f"no file matches {pattern!r}: {fix}work only in a file's name)")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
         self.ends = np.cumsum(self.sizes).tolist()  # positions in the stream
@@ -1136,7 +1158,7 @@ class DistributedDataLoader:
         return inputs_and_targets(np.stack(sequences), self.device)
 
     def sequence(self, number):
-        """Return the tokens of a sequence of the run, (T + 1,): the last one is only a target."""
+        """Return the T + 1 tokens of a sequence; the last token serves only as a target."""
         if self.shuffle_seed is None:
             return self.stream.read(number * self.T, self.T + 1)
         epoch, index = divmod(number, self.stream.total_tokens // self.T)
@@ -1158,7 +1180,7 @@ def shuffled_starts(seed, epoch, total_tokens, T):
 def inputs_and_targets(sequences, device):
     """Split tokens of shape (B, T + 1) into two int64 tensors of shape (B, T) on a device.
 
-    A copy to a GPU is asynchronous, and ordered with the other work of its stream.
+    A copy to a GPU is asynchronous, but what is launched later on its CUDA stream sees the result.
     """
     inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64, order="C"))
     targets = torch.from_numpy(sequences[:, 1:].astype(np.int64, order="C"))
@@ -1218,10 +1240,11 @@ def build_optimizers(model, args):
     optimizers = build(model, args, muon_options)
     counts = Counter(p for optimizer in optimizers for p in params_of(optimizer))
     names = {p: name for name, p in model.named_parameters()}
-    for p in names | counts:
-        if counts[p] != 1 or p not in names:
-            name = names.get(p, f"a parameter of shape {tuple(p.shape)} that the model lacks")
+    for p, name in names.items():
+        if counts[p] != 1:
             raise UserError(f"{name} is in {counts[p]} optimizers, not 1: see {build.__name__}")
+    if counts.keys() - names.keys():
+        raise UserError(f"an optimizer has a parameter that the model lacks: see {build.__name__}")
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -1241,9 +1264,9 @@ def gpt2_optimizers(model, args, muon_options):
 
 
 def modern_optimizers(model, args, muon_options):
-    """Return Muon, AdamW, and Adagrad for an n-gram table with ngram_learning_rate above 0.
+    """Return Muon and AdamW and, with ngram_learning_rate above 0, Adagrad for the n-gram table.
 
-    Values that are not settings are those of record 62.
+    The constants are those of record 62.
     """
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     gates = [p for name, p in model.named_parameters() if "value_gate" in name]
@@ -1296,10 +1319,10 @@ def train_step(run, inputs, targets):
         micro_loss = run.model(x, y) * (rows / sequences)
         micro_loss.backward()
         loss += micro_loss.detach()
-    # The gradients of optimizers that are not due add up.
+    # An optimizer that is not due in this step keeps accumulating its gradients.
     due = [o for o in run.optimizers if (run.step + 1) % o.param_groups[0].get("every", 1) == 0]
     sum_gradients(due)
-    # Now all gradients of the optimizers that are due are complete: clip them, or take their norm.
+    # This is the place to clip gradients or take their norm: those of `due` are complete now.
     for optimizer in due:
         optimizer.step()
         optimizer.zero_grad()
@@ -1314,7 +1337,7 @@ def sum_gradients(optimizers):
         return
     params = [p for optimizer in optimizers for p in params_of(optimizer) if p.grad is not None]
     for dtype in dict.fromkeys(p.dtype for p in params):  # each dtype once
-        # PyTorch has no public function that sums several tensors of one dtype at once.
+        # One collective sums all tensors of a dtype. The public function for this is deprecated.
         with _coalescing_manager():
             for p in params:
                 if p.dtype == dtype:
@@ -1349,9 +1372,9 @@ def validate(run):
 def train(run):
     """Collective: train up to the last step, or until a rank must stop; validate on the way.
 
-    A GPU is never left waiting: while it computes a step, the host reads the next batch, launches
-    the next step, and only then reads the loss. On a CPU, train_step has finished the step when it
-    returns, so its loss is read at once.
+    Between validations, a GPU does not wait for the host: while it computes a step, the host reads
+    the next batch, launches the next step, and only then reads the loss. On a CPU, train_step has
+    finished the step when it returns, so its loss is read at once.
     """
     args, first_step = run.args, run.step
     reports = deque()  # of launched steps, see read_reports
@@ -1361,7 +1384,7 @@ def train(run):
         must_save = args.save_every and run.step % args.save_every == 0 and run.step > first_step
         if must_validate or must_save:
             read_reports(run, reports)
-        # Between updates of AdamW, its accumulated gradients would be lost.
+        # Stop only after an update of AdamW: checkpoints do not hold accumulated gradients.
         if run.stopped and run.step % args.adamw_every == 0:
             break
         apply_schedule(run.model, run.optimizers, run.step, args)
@@ -1428,10 +1451,9 @@ class Run:
         passes = math.ceil(sequences / self.args.device_batch_size)
         self.micro_batch_size = math.ceil(sequences / passes)
         self.unread_steps = 1 if self.device.type == "cuda" else 0  # how far the host runs ahead
-        self.total_tokens = (
-            self.args.num_iterations * self.args.batch_size * self.args.sequence_length
-        )
-        self.repeats_data = self.total_tokens > self.train_loader.stream.total_tokens
+        tokens_per_step = self.args.batch_size * self.args.sequence_length
+        self.tokens_to_train = self.args.num_iterations * tokens_per_step
+        self.repeats_data = self.tokens_to_train > self.train_loader.stream.total_tokens
 
 
 def set_up(args, stop):
@@ -1469,7 +1491,9 @@ def main(args, stop=None):
         return None
     restore(run)
     log_header(run)
-    if run.start and not is_own(run, run.start) and not save_checkpoint(run):
+    starts_elsewhere = run.start and not is_own(run, run.start)
+    # Then a checkpoint is saved at once, so that --resume=auto finds one of this run.
+    if starts_elsewhere and not save_checkpoint(run):
         raise UserError("the first checkpoint was not written: free disk space, then start again")
     if args.compile:
         run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
@@ -1486,7 +1510,7 @@ def main(args, stop=None):
 
 
 def finish(run):
-    """Save the weights, and with save_every a checkpoint; log a summary as `key: value` lines.
+    """Save the weights and, if save_every is set, a checkpoint; log the summary.
 
     The file model.pt marks the run as finished. It gets its name last, when the log is complete.
     """
@@ -1529,11 +1553,11 @@ def check_settings(args):
         if not choices and not isinstance(value, types):
             raise UserError(f"{name}={value!r} must be of type {field.type.__name__}")
         if not field.metadata:
-            continue  # a setting of one line, without a range
+            continue  # declared with a plain default, without a range
         low, high, needed = (field.metadata[key] for key in ("low", "high", "needs"))
         if field.type in (int, float) and not low <= value <= high:
             raise UserError(f"{name}={value!r} must be at least {low} and at most {high}")
-        if needed and getattr(args, needed) in ("gpt2", 0) and value != field.default:
+        if needed and is_off(getattr(args, needed)) and value != field.default:
             raise UserError(f"{name} has no effect with {needed}={getattr(args, needed)}")
     if args.n_embd % (2 * args.n_head):
         raise UserError(f"n_embd={args.n_embd} must be divisible by 2 * n_head = {2 * args.n_head}")
@@ -1557,6 +1581,11 @@ def check_settings(args):
         raise UserError("--resume=auto needs --run_id to know which run to resume")
 
 
+def is_off(value):
+    """Return whether this value of a setting switches off others that need it."""
+    return value in ("gpt2", 0)
+
+
 def settings_with_role(args, *roles):
     """Return a dict of the settings that have one of these roles."""
     fields = [f for f in dataclasses.fields(args) if f.metadata.get("role", "training") in roles]
@@ -1569,11 +1598,11 @@ def parse_args(argv):
     settings = vars(Hyperparameters()) | PRESETS[given.pop("preset")][1] | given
     for field in dataclasses.fields(Hyperparameters):
         needed = field.metadata.get("needs")
-        if needed and settings[needed] in ("gpt2", 0) and field.name not in given:
-            settings[field.name] = field.default  # ignores what the preset sets for another model
+        if needed and is_off(settings[needed]) and field.name not in given:
+            settings[field.name] = field.default  # the preset's value would have no effect
     if "vocab_size" not in given:
         size = read_manifest(settings["train_files"]).get("vocab_size", settings["vocab_size"])
-        if isinstance(size, int) and size > 1024:  # unless it is as small as the 257 of bytes
+        if isinstance(size, int) and size > 1024:  # larger than the vocabulary of bytes, 257
             size = math.ceil(size / 128) * 128  # for speed
         settings["vocab_size"] = size
     return Hyperparameters(**settings)
@@ -1628,8 +1657,11 @@ def read_manifest(files):
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))  # TypeError for a number
-    except (ValueError, TypeError, RecursionError) as error:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict):
+            raise ValueError("it is not an object")
+        return manifest
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): repack the data, or remove it") from None
 
 
@@ -1653,7 +1685,7 @@ def open_data(args, device):
         fix = "add data, or lower --batch_size"
         if not args.allow_repeat:
             fix += " or --num_iterations, or pass --allow_repeat=True"
-        raise UserError(f"{args.train_files!r} is enough for only {max_steps} steps: {fix}")
+        raise UserError(f"{args.train_files!r} has tokens for only {max_steps} steps: {fix}")
     seed = args.seed if args.shuffle else None
     loader = DistributedDataLoader(stream, batch_size, T, get_rank(), world_size, device, seed)
 
@@ -1673,7 +1705,7 @@ def open_data(args, device):
     train_data, val_data = stream.checksums(), val_stream.checksums()
     if len({*train_data, *val_data}) < len(train_data) + len(val_data):
         fix = "remove the copy, and keep train and val apart"
-        raise UserError(f"two shards of train_files and val_files are identical: {fix}")
+        raise UserError(f"two shards of train_files and val_files have equal checksums: {fix}")
     encoding = read_manifest(args.train_files).get("encoding")  # None for other shards
     val_encoding = read_manifest(args.val_files).get("encoding")
     if None not in (encoding, val_encoding) and encoding != val_encoding:
@@ -1746,15 +1778,15 @@ def compile_model(run):
         from torch._inductor.decomposition import decompositions
         from torch._inductor.lowering import make_fallback
 
-        # PyTorch's own kernel for gradients of embeddings sums in a fixed order, and our estimate
-        # says that it is faster than the generated one.
+        # PyTorch's own kernel for gradients of embeddings sums in a fixed order. It should also be
+        # faster than the generated one (estimated, not measured).
         embedding_gradient = torch.ops.aten.embedding_dense_backward.default
         decompositions.pop(embedding_gradient, None)
         make_fallback(embedding_gradient, warn=False)  # with warn=True, an error if CI=1 is set
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
-    targets = torch.zeros_like(inputs)  # passing the same tensor twice compiles another graph
+    targets = torch.zeros_like(inputs)  # not the same tensor, which would be compiled specially
     try:
         with torch.no_grad():
             run.model.eval()(inputs, targets)
@@ -1819,8 +1851,10 @@ def join_ranks(args):
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
             # After a restart by torchrun, the store still holds the keys of the earlier attempts.
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-            if gpu and store.add(str(torch.cuda.get_device_properties(gpu).uuid), 1) > 1:
-                raise RuntimeError("another rank uses the same GPU")
+            if gpu:
+                ranks_here = store.add(str(torch.cuda.get_device_properties(gpu).uuid), 1)  # counts
+                if ranks_here > 1:
+                    raise RuntimeError("another rank uses the same GPU")
             where = dict(store=store, rank=rank, world_size=world_size)
             dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
         except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
@@ -1895,7 +1929,9 @@ class StopRequest:
             self.requested, self.signal_time = True, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal may be closed
-                    os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
+                    os.write(
+                        2, b"stopping soon, with a checkpoint; press Ctrl-C again to exit at once\n"
+                    )
         elif time.monotonic() - self.signal_time > 1:  # one Ctrl-C may arrive twice
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -1911,8 +1947,7 @@ class Log:
     def __init__(self, args):
         self.path = Path(args.log_dir, f"{args.run_id}.txt")
         self.args = args
-        self.file = None  # claim_folder opens it on rank 0
-        self.size = 0  # of the file after the last write, in bytes
+        self.is_open = False  # claim_folder opens it on rank 0
         self.header = b""  # what log_header wrote
         self.unwritten = b""  # what did not fit on the disk
         self.seconds = Counter()  # spent in each phase
@@ -1930,34 +1965,27 @@ class Log:
                 print(line, flush=True)
 
     def open(self):
-        """Open the file to append to it. Removes a last line that was cut by a kill or an edit."""
-        self.file = open(self.path, "ab", buffering=0)
-        self.size = self.path.read_bytes().rfind(b"\n") + 1
-        self.file.truncate(self.size)
+        """Start to write to the file. Drops an incomplete last line."""
+        with open(self.path, "ab") as file:
+            file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
+        self.is_open = True
 
     def write(self, data):
-        """Append bytes to the file, all or nothing. Unwritten bytes are kept for the next call."""
-        if self.file is None:
+        """Append bytes to the file, all or nothing. Unwritten bytes are kept for the next call.
+
+        The file is opened each time, because it may have been replaced by an editor. If it was
+        deleted, the new one gets the header again.
+        """
+        if not self.is_open:
             return
         self.unwritten += data
-        with contextlib.suppress(OSError):  # the disk may be full
-            if self.is_lost():
-                self.open()
-                warning = (
-                    f"warning: {self.path} was deleted, replaced or cut; logging continues here\n"
-                )
-                self.unwritten = self.header + warning.encode() + self.unwritten
-            written = self.file.write(self.unwritten)
-            if written < len(self.unwritten):
-                self.file.truncate(self.size)  # a cut number could be mistaken for a result
+        with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:
+            size = file.tell()
+            data = self.unwritten if size > 0 else self.header + self.unwritten
+            if file.write(data) < len(data):  # the disk is full
+                file.truncate(size)  # a cut number could be mistaken for a result
             else:
-                self.size = self.file.tell()
                 self.unwritten = b""
-
-    def is_lost(self):
-        """Return whether another process has deleted, replaced or cut the file."""
-        same = self.path.exists() and os.path.samefile(self.path, self.file.fileno())
-        return not same or os.fstat(self.file.fileno()).st_size < self.size
 
     def progress(self, step, name, loss, others):
         """Log a loss after `step` steps, with the training time so far.
@@ -2012,9 +2040,10 @@ def log_header(run):
         shown.append(f"{type(optimizer).__name__} parameters:{values}")
     verb = f"continuing after step {run.step}" if run.step else "starting"
     shown.append(f"{verb} from {run.start or 'new weights'}")
-    hidden, shown = "\n".join([*hidden, ""]), "\n".join(shown)
-    log.header = f"{hidden}{shown}\n".encode(errors="backslashreplace")
-    log(shown, hidden=hidden)
+    hidden_text = "".join(f"{line}\n" for line in hidden)
+    shown_text = "\n".join(shown)
+    log(shown_text, hidden=hidden_text)
+    log.header = f"{hidden_text}{shown_text}\n".encode(errors="backslashreplace")
     if log.unwritten:
         raise UserError(f"{log.path} cannot be written: free disk space, then start again")
 
@@ -2028,10 +2057,10 @@ def log_summary(run):
     if run.best_loss < run.val_loss:
         log(f"best_val_loss: {run.best_loss:.4f}\nbest_weights: {run.folder / 'best.pt'}")
     log(f"weights: {run.folder / 'model.pt'}")
-    log(f"steps: {args.num_iterations}\ntokens: {run.total_tokens}\nseed: {args.seed}")
+    log(f"steps: {args.num_iterations}\ntokens: {run.tokens_to_train}\nseed: {args.seed}")
     for phase, seconds in log.seconds.items():
         log(f"{phase}_seconds: {seconds:.1f}")
-    log(f"tokens_per_second: {run.total_tokens / log.seconds['train']:.0f}")
+    log(f"tokens_per_second: {run.tokens_to_train / log.seconds['train']:.0f}")
     log(f"peak_memory_mib: {peak_memory(run.device):.0f}")
     if args.compile:  # two are expected, of training and validation; more indicate recompilation
         log(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
@@ -2054,7 +2083,8 @@ def save(run, name, **more):
     state |= dict(model=run.model.state_dict()) | more
     for value in tree_leaves(state):
         if isinstance(value, torch.Tensor) and not value.isfinite().all():
-            raise UserError(f"{path} was not written (not finite): lower the learning rates")
+            fix = "lower the learning rates"
+            raise UserError(f"{path} was not written, because a value is not finite: {fix}")
     if get_rank() != 0:
         return True
     keep_folder(run)
@@ -2079,7 +2109,7 @@ def save_checkpoint(run):
     if not save(run, path.name, optimizers=states, train_seconds=run.log.seconds["train"]):
         return False
     if get_rank() == 0:
-        # Ignore later checkpoints: resuming skipped them, because they are damaged.
+        # A checkpoint of a later step was damaged and skipped on resume. It does not count.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
             with contextlib.suppress(OSError):
@@ -2104,8 +2134,9 @@ def read_pt(path):
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
         version = state["format"]
     except Exception as error:  # both modules raise many types of exceptions
-        # An I/O or memory error says nothing about the file, except EINVAL, which damage causes.
-        if isinstance(error, (OSError, MemoryError)) and getattr(error, "errno", 0) != errno.EINVAL:
+        # A system error says nothing about the file, except EINVAL, which damage can cause.
+        is_system_error = isinstance(error, (OSError, MemoryError))
+        if is_system_error and getattr(error, "errno", 0) != errno.EINVAL:
             raise
         with open(path, "rb") as file:
             start = file.read(30)  # reveals a web page or a Git LFS pointer
@@ -2118,7 +2149,7 @@ def read_pt(path):
 
 
 def claim_folder(run):
-    """On rank 0, lock the run's folder, which run.lock marks, and open the log."""
+    """On rank 0, lock the run's folder by its file run.lock, and open the log."""
     if get_rank() != 0:
         return
     check_owner(run)
@@ -2128,7 +2159,7 @@ def claim_folder(run):
 
 
 def check_owner(run):
-    """Raise UserError if the folder is foreign, or has results without --resume=auto."""
+    """Raise UserError if another program made the folder, or if only auto may continue its run."""
     folder = run.folder
     if not (folder / "run.lock").is_file() and (run.log.path.exists() or any(folder.glob("*"))):
         fix = "move it with its log, or pass another --run_id"
@@ -2198,7 +2229,7 @@ def newest_checkpoint(run):
         except UserError as error:
             run.log(f"skipping a checkpoint: {error}")
     if checkpoints or result.exists():
-        fix = f"pass another --run_id, and perhaps --init={result}"
+        fix = "pass another --run_id" + (f", and --init={result}" if result.exists() else "")
         raise UserError(f"{run.folder} has no undamaged checkpoint to continue from: {fix}")
     return ""
 
@@ -2246,7 +2277,7 @@ def check_same(run, facts, state, path):
     """
     if state.get("source", digest(SOURCE)) != digest(SOURCE):
         run.log(f"warning: the script has changed since it saved {path}")
-    # Settings that are missing from the file take their defaults.
+    # The file's values; for settings that it lacks, the defaults; for other facts, None.
     saved = dict.fromkeys(facts) | vars(Hyperparameters()) | state["facts"]
     may_grow = settings_with_role(run.args, "growing")
     different = []
@@ -2270,7 +2301,7 @@ def describe_failure(error):
     # PyTorch has no exception class for running out of CPU memory.
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     if out_of_memory or "DefaultCPUAllocator" in str(error):
-        return "out of memory: pass a --device_batch_size below the micro_batch in the log"
+        return "out of memory: lower --device_batch_size or, if it is 1, --sequence_length"
     # gloo raises a plain RuntimeError when a connection is lost.
     is_lost = isinstance(error, RuntimeError) and re.search("gloo|pair closure", str(error))
     if dist.is_initialized() and is_lost:

@@ -165,12 +165,15 @@ UNUSABLE = [
     ("s_1.bin is not a file", lambda folder: os.mkfifo(folder / "s_1.bin")),  # open() would block
     ("s_1.bin is not a file", lambda folder: (folder / "s_1.bin").symlink_to("nowhere")),
     (
-        "two shards of .* are identical",
+        "two shards of .* have equal checksums",
         lambda folder: shutil.copy(folder / "s_0.bin", folder / "s_1.bin"),
     ),
-    ("two shards of .* are identical", lambda folder: (folder / "s_1.bin").symlink_to("s_0.bin")),
     (
-        "are identical: remove the copy, and keep train and val apart",
+        "two shards of .* have equal checksums",
+        lambda folder: (folder / "s_1.bin").symlink_to("s_0.bin"),
+    ),
+    (
+        "have equal checksums: remove the copy, and keep train and val apart",
         lambda folder: shutil.copy(folder / "s_0.bin", folder / "val.bin"),
     ),
     ("is being packed", lambda folder: (folder / ".pack").mkdir()),
@@ -256,5 +259,5 @@ def test_the_folder_of_a_pattern_may_have_the_characters_of_a_pattern(tmp_path):
     pattern = fresh_shards(folder, [range(9)])
     assert TokenStream(pattern, 100).paths == [str(folder / "s_0.bin")]
     for shape in (tmp_path / "?v1*" / "s_?.bin", tmp_path / "*" / "s_0.bin"):
-        with pytest.raises(UserError, match=r"no file matches .* only in the file's name"):
+        with pytest.raises(UserError, match=r"no file matches .* only in a file's name"):
             TokenStream(str(shape), 100)

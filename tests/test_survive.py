@@ -1,6 +1,7 @@
 """Interrupted runs and damaged files: a run loses nothing and says why it ended."""
 
 import errno
+import contextlib
 import fcntl
 import io
 import math
@@ -279,7 +280,9 @@ def poison_and_save(run):
 train_gpt2.save_checkpoint = poison_and_save"""
     fields = {**tiny, "run_id": "n", "save_every": 2, "keep_checkpoints": 1}
     said = error_of(run_forked(fields, 2, launcher(tmp_path, code)))
-    assert said.endswith("4.pt was not written (not finite): lower the learning rates")
+    assert said.endswith(
+        "4.pt was not written, because a value is not finite: lower the learning rates"
+    )
     assert checkpoints(tmp_path / "logs" / "n") == ["state_step0000000002.pt"]
 
 
@@ -342,19 +345,23 @@ def test_a_failed_write_ends_its_phase_and_the_log_loses_nothing(
         raise full
     assert log.phase == "setup"
     log.path = tmp_path / "full.txt"
-    log.file = open(log.path, "ab", buffering=0)
-    real, log.file = log.file, Mock(wraps=log.file)
-    # No space, then for 5 bytes, then for all
-    log.file.write.side_effect = [full, 5, None]
-    log.file.fileno.side_effect = real.fileno
-    log("one")
-    assert log.unwritten == b"one\n"
-    log.file.write.side_effect = lambda data: real.write(data[:5])
+    log.open()
+
+    def opened(write):  # what open returns while log.path is on a full disk
+        file = open(log.path, "ab", buffering=0)
+        patched = Mock(wraps=file, write=write)
+        return lambda *_, **__: contextlib.nullcontext(patched)
+
     with monkeypatch.context() as patch:
+        patch.setattr(train_gpt2, "open", opened(Mock(side_effect=full)), raising=False)
+        log("one")
+    assert log.unwritten == b"one\n"
+    with monkeypatch.context() as patch:
+        part = open(log.path, "ab", buffering=0)
+        patch.setattr(train_gpt2, "open", opened(lambda data: part.write(data[:5])), raising=False)
         patch.setattr(sys, "stdout", Mock(write=Mock(side_effect=full)))
         log("two")
     assert log.path.read_bytes() == b"" and log.unwritten == b"one\ntwo\n"
-    log.file.write.side_effect = real.write
     log("three")
     assert capsys.readouterr().out == "one\nthree\n"
     assert log.path.read_bytes() == b"one\ntwo\nthree\n" and log.unwritten == b""
@@ -640,7 +647,7 @@ def test_a_finished_run_continues_if_it_is_made_longer(tiny, tmp_path, capsys):
     assert again is None and "nothing to do" in capsys.readouterr().out
     run_here(tiny, run_id="none")
     sentence = (
-        "none has no undamaged checkpoint to continue from: pass another --run_id, and perhaps"
+        "none has no undamaged checkpoint to continue from: pass another --run_id, and --init="
     )
     refused(sentence, tiny, run_id="none", resume="auto", num_iterations=9)
 

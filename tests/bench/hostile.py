@@ -55,8 +55,7 @@ sys.settrace(trace)"""
 MACHINERY = [
     "main", "claim_folder", "check_owner", "lock_folder", "keep_folder", "is_finished", "restore",
     "newest_checkpoint", "load_checkpoint", "check_same", "save", "save_checkpoint", "finish",
-    "save_and_stop", "log_header", "log_summary", "open", "write", "is_lost",
-    "validate",
+    "save_and_stop", "log_header", "log_summary", "open", "write", "validate",
 ]  # fmt: skip
 
 
