@@ -1,7 +1,7 @@
 """Interrupted runs and damaged files: a run loses nothing and says why it ended."""
 
-import errno
 import contextlib
+import errno
 import fcntl
 import io
 import math
