@@ -111,11 +111,12 @@ PIECES = NAMES[NAMES.index("no_key_offset") : NAMES.index("steps_180")]
 SCALES = NAMES[NAMES.index("steps_180") :]
 RUNS = [("base", 1), ("base", 2), ("gpt2", 1), ("base", 3)]
 RUNS += [(name, 1) for name in PIECES] + [("base", 4), ("base", 5)]
+RUNS += [("steps_180", 1), ("steps_300", 1)]
+RUNS += [("gelu", seed) for seed in (2, 3, 4, 5)]  # the worked example in the main README
 RUNS += [(name, 1) for name in SCALES]
-RUNS += [(name, 2) for name in PIECES]
-RUNS += [(name, seed) for name in ("equal_keys", "earlier_values") for seed in (3, 4, 5)]
+RUNS += [(name, seed) for seed in (2, 3, 4, 5) for name in ("equal_keys", "earlier_values")]
+RUNS += [(name, seed) for seed in (2, 3, 4, 5) for name in PIECES]
 RUNS += [("base", 6), ("base", 7), ("base", 8)]
-RUNS += [(name, seed) for seed in (3, 4, 5) for name in PIECES]
 RUNS = list(dict.fromkeys(RUNS))
 
 

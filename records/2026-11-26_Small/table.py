@@ -97,10 +97,15 @@ def print_changes(losses):
         error = deviation * math.sqrt(1 / len(values) + 1 / len(against))
         reach = stats.t.ppf(0.975, freedom) * error
         p_values[name] = 2 * stats.t.sf(abs(difference) / error, freedom)
-        rows[name] = (difference, reach, len(values))
+        medians = statistics.median(values) - statistics.median(against)
+        higher = all(value > max(against) for value in values)
+        lower = all(value < min(against) for value in values)
+        apart = "all above" if higher else "all below" if lower else ""
+        rows[name] = (difference, reach, len(values), medians, apart)
     corrected = holm(p_values)
     table = []
-    for name, (difference, reach, n) in sorted(rows.items(), key=lambda row: -row[1][0]):
+    ranked = sorted(rows.items(), key=lambda row: -row[1][0])
+    for name, (difference, reach, n, medians, apart) in ranked:
         public, sign = PUBLIC[name]
         verdict = "not resolved"
         if corrected[name] < 0.05:
@@ -110,9 +115,10 @@ def print_changes(losses):
         steps = f"{100 * math.expm1(difference / slope):+.0f}%"
         interval = f"{difference - reach:+.3f} to {difference + reach:+.3f}"
         p = f"{corrected[name]:.2g}"
-        table.append([name, public, f"{difference:+.4f}", steps, interval, str(n), p, verdict])
+        cells = [name, public, f"{difference:+.4f}", steps, interval, str(n), p, verdict]
+        table.append([*cells, f"{medians:+.4f}", apart])
     head = ["change", "public effect of it, in steps", "nats", "steps here", "95% interval", "n"]
-    print(markdown([*head, "p", "verdict"], table))
+    print(markdown([*head, "p", "verdict", "medians", "runs and base"], table))
 
 
 def print_widths(losses):
