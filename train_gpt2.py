@@ -8,9 +8,8 @@ The defaults are those of record 7 of the public NanoGPT speedrun (October 2024)
 record reports a validation loss of 3.2755 after 12.0 minutes on 8xH100. This file has not been run
 on a GPU yet. It requires Linux or macOS, Python 3.10+, torch 2.5+ and numpy.
 
-Settings, models, Muon, data, training and main come first: what you read to understand a run, and
-edit to change it. The sections titled "Machinery" hold the rest, from the command line to
-checkpoints.
+The first sections, from settings to main, are the ones to read to understand a run, and to edit to
+change it. Those titled "Machinery" hold the rest, from the command line to checkpoints.
 
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. "Collective"
 marks a function that all ranks, the processes of torchrun, must call together.
@@ -50,7 +49,7 @@ if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
 # Every log contains the source of this file. It is read before the slow imports, so that the log
 # shows the running code even if the file is edited right after launch.
 SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
-START = time.perf_counter()  # the set-up of a run includes the imports
+START = time.perf_counter()  # here, so that setup_seconds includes the imports
 
 import numpy as np
 import torch
@@ -75,9 +74,9 @@ def setting(default, help, role, low=0, high=2**31 - 1, needs=""):
 
 
 # The role of a setting says what may change when a run loads a checkpoint or weights.
-architecture = functools.partial(setting, role="architecture")  # fixed in --resume and --init
-training = functools.partial(setting, role="training")  # fixed in --resume
-growing = functools.partial(setting, role="growing")  # may only become larger in --resume
+architecture = functools.partial(setting, role="architecture")  # fixed on --resume and --init
+training = functools.partial(setting, role="training")  # fixed on --resume
+growing = functools.partial(setting, role="growing")  # may only grow on --resume
 free = functools.partial(setting, role="free")  # may always change
 
 
@@ -94,7 +93,7 @@ class Hyperparameters:
     n_layer: int = architecture(12, "transformer blocks", low=1)
     n_head: int = architecture(6, "attention heads", low=1)
     n_embd: int = architecture(768, "channels", low=1)
-    window: int = architecture(0, "attention window in tokens, at the end", needs="model")
+    window: int = architecture(0, "attention window at the end of training", needs="model")
     document_token: int = architecture(50256, "token that starts a document", needs="window")
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams", needs="model")
     max_ngram: int = architecture(2, "longest n-gram in tokens", low=2, needs="ngram_rows")
@@ -114,10 +113,9 @@ class Hyperparameters:
     muon_learning_rate: float = training(0.00036, "of Muon: the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
     muon_momentum: float = training(0.95, "momentum of Muon", high=0.999)
-    # Fractions of the steps
-    muon_warmup_fraction: float = training(0.0, "Muon's momentum rises at first", high=1)
-    muon_cooldown_fraction: float = training(0.0, "Muon's momentum falls at the end", high=1)
-    warmdown_fraction: float = training(1450 / 5100, "learning rates decay at the end", high=1)
+    muon_warmup_fraction: float = training(0.0, "first part: momentum rises", high=1)
+    muon_cooldown_fraction: float = training(0.0, "last part: momentum falls", high=1)
+    warmdown_fraction: float = training(1450 / 5100, "last part: learning rates decay", high=1)
     final_lr: float = training(0.0, "learning rates at the end, relative to the first", high=1)
     ngram_dropout: float = training(0.0, "share of n-grams dropped", high=0.99, needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at another offset")
@@ -144,12 +142,12 @@ class Hyperparameters:
 
 
 def modern_recipe(width, **settings):
-    """Return the settings of a preset of the modern model; some follow from its width, n_embd.
+    """Return a preset of the modern model; n_head and Muon's rates follow from width, n_embd.
 
-    Sources: records/2026-11-26_Modern_2026. The public learning rate of Muon is 0.03 for square
-    matrices and 0.06 for those of the MLP; its weight decay is 1.2 * 0.03. Here, the rate is
-    divided by sqrt(N), and the decay multiplied by it, as the table in Muon's docstring says. The
-    scale of Muon's updates then doubles the rate for the MLP.
+    Sources: records/2026-11-26_Modern_2026. The public learning rate of Muon is 0.03, and 0.06 for
+    the MLP; its weight decay is 1.2 * 0.03. The table in Muon's docstring converts them with
+    N = n_embd. One rate is enough here, because matrices of the MLP have max(M, N) = 4 * n_embd, so
+    that the scale of Muon's updates doubles their rate.
     """
     return dict(
         model="modern", n_layer=11, n_head=width // 128, n_embd=width, window=1728,
@@ -176,7 +174,7 @@ PRESETS = {
         "a small model of English for trying ideas: minutes on 2 CPU cores",
         modern_recipe(
             128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
-            # GPT-2's first 2,048 tokens and a document token; 2,176 is a multiple of 128
+            # GPT-2's first 2,048 tokens and a document token, rounded up to a multiple of 128
             vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
             n_layer=8, window=3072, batch_size=8, sequence_length=512, device_batch_size=8,
             num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
@@ -345,7 +343,7 @@ def loss_or_logits(x, weight, targets=None, softcap=0.0):
     if targets is None:
         return compute_logits(x, weight.type_as(x), softcap)
     x, targets = x.flatten(0, 1), targets.flatten()
-    needs_grad = torch.is_grad_enabled()  # asked here, because it is off inside forward
+    needs_grad = torch.is_grad_enabled()  # read here, because it is off inside forward
     return ChunkedCrossEntropy.apply(x, weight, targets, softcap, needs_grad)
 
 
@@ -372,7 +370,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     The gradients are computed in forward, while a chunk's logits are in memory; backward only
     scales them. A large batch is split, because the logits of 64 x 1024 tokens of GPT-2 would take
-    13.2 GB. Targets of -1 are ignored.
+    13.2 GB. On a GPU, there are at most two chunks. Targets of -1 are ignored.
     """
 
     @staticmethod
@@ -406,7 +404,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad_x * grad_loss, grad_weight * grad_loss, None, None, None
 
 
-# ---- Modern model: GPT with ideas of the public records 8 to 77, and a table of hashed n-grams ---
+# ---- Modern model: GPT with ideas from public records 8 to 77, and a table of hashed n-grams -----
 BLOCK = 128  # tokens; attention windows are made of blocks of this size
 ATTENTION_SCALE = 0.12  # scale of q k^T, in place of 1 / sqrt(D)
 GATE_CHANNELS = 12  # a value gate reads only the first channels of its attention's input
@@ -414,14 +412,14 @@ LOGIT_SOFTCAP = 15.0
 
 
 class Layer(NamedTuple):
-    """What one layer of the modern model has, beside an MLP."""
+    """What one layer of the modern model has, besides an MLP."""
 
     has_attention: bool
     has_value_table: bool  # a learned embedding of the token is added to attention's values
-    is_long: bool  # attention has the long window and offset keys
+    is_long: bool  # attention has the long window and offset keys (see ModernAttention)
     starts_skip: bool  # its output is added to the input of the layer with ends_skip
     ends_skip: bool
-    is_saved: bool  # its output is read by layers with reads_saved, and by backout at the end
+    is_saved: bool  # layers with reads_saved read its output; backout subtracts it at the end
     reads_saved: bool  # attention reads the saved output instead of the residual stream
 
 
@@ -485,7 +483,7 @@ class ModernAttention(CausalSelfAttention):
 
 
 def attend(q, k, v, mask):
-    """Return attention (B, H, T, D) of queries to keys, all (B, H, T, D).
+    """Return the output of attention. It, q, k and v are all (B, H, T, D).
 
     mask: a result of attention_mask, or None for causal attention within the whole sequence.
     """
@@ -498,9 +496,9 @@ def attend(q, k, v, mask):
 def attention_mask(documents, window_blocks):
     """Return a mask for causal attention within a document and a sliding window.
 
-    documents: (B, T), the number of each token's document, ascending. window_blocks: scalar
-    tensor; a token sees its own block and the window_blocks - 1 blocks before it. Returns a bool
-    tensor (B, 1, T, T) or, while compiling for a GPU, a BlockMask if T is a multiple of BLOCK.
+    documents: (B, T), the index of each token's document, which never decreases. window_blocks:
+    scalar tensor; a token sees its own block and the window_blocks - 1 blocks before it. Returns a
+    bool tensor (B, 1, T, T) or, while compiling for a GPU, a BlockMask if T is a multiple of BLOCK.
     """
 
     def visible(b, h, query, key):
@@ -514,9 +512,9 @@ def attention_mask(documents, window_blocks):
         sequence = torch.arange(B, device=device)[:, None, None]
         position = torch.arange(T, device=device)
         return visible(sequence, 0, position[:, None], position)[:, None]  # (B, 1, T, T)
-    # Which blocks of keys each block of queries sees: (B, queries, keys). Documents ascend, so an
-    # earlier block of keys shares a document with a block of queries if its last document is not
-    # before the first document of the queries.
+    # Which blocks of keys each block of queries sees: (B, queries, keys). The index of the document
+    # never decreases, so an earlier block of keys shares a document with the queries if and only if
+    # key_last >= query_first.
     query_first = documents[:, ::BLOCK].unsqueeze(2)
     key_last = documents[:, BLOCK - 1 :: BLOCK].unsqueeze(1)
     block = torch.arange(T // BLOCK, device=device)
@@ -577,7 +575,7 @@ class NgramTable(nn.Module):
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
-            # Without + 1, all n-grams of zeros would hash to 0. Overflow of int64 is intended.
+            # + 1, so that n-grams of zeros differ by their length. Overflow of int64 is intended.
             hash_of_ngram = hash_of_ngram * 1000003 + earlier + 1
             hashes.append(hash_of_ngram)
         hashes = torch.stack(hashes, dim=-1)  # (B, T, max_ngram - 1)
@@ -592,15 +590,16 @@ class NgramTable(nn.Module):
     def survives_dropout(self, hashes, inputs):
         """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
 
-        hashes: of the n-grams, of the same shape. A hash of the n-gram, of the sum of the
-        sequence's tokens and of the seed decides. Unlike random numbers, it depends neither on the
-        number of ranks nor on earlier batches. All copies of an n-gram in a sequence share a fate.
+        hashes: (B, T, max_ngram - 1), one for each n-gram. Whether it is kept is a hash of the
+        n-gram, the sum of the sequence's tokens and the seed. Unlike random numbers, this depends
+        neither on the number of ranks nor on earlier batches. All copies of an n-gram in a sequence
+        are kept or dropped together.
         """
         # Multiplicative hashing with an odd salt and the multiplier of Knuth's MMIX generator. The
         # int64 product wraps around; its highest bits are mixed best.
         salt = 2 * (inputs.sum(1)[:, None, None] + 1000003 * self.seed) + 1
         product = hashes * salt * 6364136223846793005
-        highest_bits = product >> 44  # 20 bits with a sign
+        highest_bits = product >> 44  # a signed 20-bit integer
         uniform = highest_bits / 2**20 + 0.5  # in [0, 1)
         return uniform >= self.dropout
 
@@ -608,8 +607,8 @@ class NgramTable(nn.Module):
 class ModernGPT(nn.Module):
     """A GPT with ideas of later public records, and any number of layers (see modern_layers).
 
-    The input of every layer is a learned weighted sum of the residual stream, the token embeddings,
-    x0, and the n-gram embeddings. Activations and embedding tables have the given dtype, except a
+    The input of every layer is a learned weighted sum of the residual stream, the token embeddings
+    (x0) and the n-gram embeddings. Activations and embedding tables have the given dtype, except a
     table that Adagrad trains (see NgramTable); other weights are float32.
     Source: records 8 to 77 (2024 to 2026) of https://github.com/KellerJordan/modded-nanogpt.
     records/2026-11-26_Modern_2026 lists each part with its source. N-grams of more than two tokens,
@@ -644,7 +643,7 @@ class ModernGPT(nn.Module):
         c_q, c_k, c_v, mlp.c_fc   uniform, standard deviation
                                   0.5 / sqrt(columns)                  77 (q, k, v), 62 (c_fc)
                                   with equal_keys, last c_k is c_q     our own
-        c_proj, value_gate        zeros (c_proj in GPT's classes)      62
+        c_proj, value_gate        zeros (c_proj: in the base classes)  62
         value_table               normal, standard deviation 0.01      70
         ngrams, lm_head           zeros                                62, 8
         input_weights             1.1 stream, 0 tokens, 0.1 n-grams    45, 62
@@ -726,7 +725,7 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     norms = (torch.linalg.vector_norm(row_norms, dim=-1) + 1e-7).float()  # () or (K,)
     if G.ndim == 3:
         norms = norms[:, None, None]
-    # Dividing by a 0-D tensor leaves a bfloat16 matrix in bfloat16, which is faster.
+    # A single bfloat16 matrix stays in bfloat16, because its norm is 0-D, which is faster.
     # A float32 matrix is divided before it is rounded, so that its small entries survive.
     X = (G.to(torch.promote_types(G.dtype, dtype)) / norms).to(dtype)
     is_tall = G.size(-2) > G.size(-1)
@@ -788,7 +787,7 @@ class Muon(torch.optim.Optimizer):
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32.
     beta2: decay of NorMuon's moving averages, which even out the sizes of an update's rows
       (columns, if M < N). 0 disables NorMuon. Source: https://arxiv.org/abs/2510.05491
-    cautious: shrink only entries that the update moves towards zero.
+    cautious: decay only entries that the update moves towards zero.
     Raises ValueError if a parameter or a value is invalid.
 
     Several ranks: gradients must already be summed or averaged over the ranks, and a parameter
@@ -804,7 +803,8 @@ class Muon(torch.optim.Optimizer):
         AdamW; torch.optim.Muon with "match_rms_adamw"    0.2 * lr       weight_decay / 0.2
         torch.optim.Muon by default; Keller Jordan's      lr / sqrt(N)   weight_decay * sqrt(N)
 
-    With N = 768, an lr of 0.02 becomes 0.0007. Use a separate param group for each N.
+    With N = 768, an lr of 0.02 becomes 0.0007. A converted lr depends on N: use a param group for
+    each N, if the original had one lr for all shapes.
     """
 
     def __init__(
@@ -976,7 +976,7 @@ class Muon(torch.optim.Optimizer):
         """Load a state_dict. Raises ValueError if it belongs to another type of optimizer."""
         # Muon's states are recognized by the names of its options.
         if not all({"beta2", "cautious"} <= group.keys() for group in state_dict["param_groups"]):
-            raise ValueError("the state is not Muon's: load one that this class has saved")
+            raise ValueError("the state was not saved by Muon: load one that this class has saved")
         super().load_state_dict(state_dict)
 
     def __getstate__(self):
@@ -993,10 +993,10 @@ def check_muon_group(group):
             raise ValueError(f"Muon takes 2-D and 4-D parameters, not {tuple(p.shape)}: {fix}")
         if p.device != group["params"][0].device:
             raise ValueError(
-                f"a param group is on {p.device} and another device: use one group for each"
+                f"a param group is on {p.device} and another device: use a group for each"
             )
         if is_dtensor(p) and p.device_mesh.get_coordinate() is None:
-            fix = "pass a rank only parameters of its own meshes"
+            fix = "on each rank, pass only DTensors whose mesh includes it"
             raise ValueError(f"this rank is not in {p.device_mesh} of a DTensor: {fix}")
     lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
     beta2 = group["beta2"]
@@ -1025,8 +1025,8 @@ def normalize_rows(update, average, beta2):
     """Divide the rows of an update by moving averages of their sizes; keep its norm (NorMuon).
 
     update: (M, N), changed in place. average: moving average of each row's mean square, (M, 1), or
-    of each column's, (1, N), if M < N; updated in place. Its bias towards 0 at the beginning, which
-    is the same for all rows, cancels in the division by the new norm.
+    of each column's, (1, N), if M < N; updated in place. It starts at 0 and
+    is too small at first, by the same factor for all rows; keeping the norm cancels that factor.
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
@@ -1038,12 +1038,12 @@ def normalize_rows(update, average, beta2):
 
 
 def stacks_of(params):
-    """Split params into stacks of one shape, sorted by the cost of a matrix, the largest first.
+    """Split params into stacks of matrices of one shape, the costliest first.
 
     The matrices of a stack are orthogonalized by batched matmuls: up to eight, with at most 2**20
-    entries in total. A larger matrix is alone. Stacks must not depend on the number of ranks,
-    because the size of a batched matmul can change the last bits. For DTensors, a stack has one
-    matrix for each rank.
+    entries in total. A larger matrix forms its own stack. Stacks must not depend on the number of
+    ranks, because the size of a batched matmul can change the last bits. For DTensors, a stack has
+    one matrix for each rank.
     """
     alike = {}
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
@@ -1073,9 +1073,7 @@ def shard_size(path):
     expected = [20240520, 1, tokens] + [0] * (HEADER_BYTES // 4 - 3)
     if tokens <= 0 or odd_bytes or header.tolist() != expected:
         found = f"{path} is not a complete shard (it begins with {header.tobytes()[:30]})"
-        fix = (
-            "download it again (by `git lfs pull`, if it is a pointer), or pack it by data/pack.py"
-        )
+        fix = "download it again (a pointer by `git lfs pull`), or repack it with data/pack.py"
         raise UserError(f"{found}: {fix}")
     return tokens
 
@@ -1092,10 +1090,9 @@ class TokenStream:
         folder, name = os.path.split(pattern)
         self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            fix = (
-                "check the path, or make the data by data/fineweb.py or data/pack.py (*, ? and [] "
-            )
-            raise UserError(f"no file matches {pattern!r}: {fix}work only in a file's name)")
+            fix = "check the path (*, ? and [] work only in a file's name), or make the data with "
+            fix += "data/fineweb.py or data/pack.py"
+            raise UserError(f"no file matches {pattern!r}: {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
         self.ends = np.cumsum(self.sizes).tolist()  # positions in the stream
@@ -1170,7 +1167,7 @@ class DistributedDataLoader:
 def shuffled_starts(seed, epoch, total_tokens, T):
     """Return the positions at which the sequences of an epoch start, in random order.
 
-    The sequences follow each other without gaps, starting at a random offset below T. The last one
+    The stream is cut into adjacent sequences, beginning at a random offset below T. The last one
     may wrap around to the start of the stream. total_tokens % T tokens are left out.
     """
     generator = np.random.default_rng((seed, epoch))
@@ -1180,7 +1177,7 @@ def shuffled_starts(seed, epoch, total_tokens, T):
 def inputs_and_targets(sequences, device):
     """Split tokens of shape (B, T + 1) into two int64 tensors of shape (B, T) on a device.
 
-    A copy to a GPU is asynchronous, but what is launched later on its CUDA stream sees the result.
+    A copy to a GPU is asynchronous, but work launched later on the CUDA stream sees the tokens.
     """
     inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64, order="C"))
     targets = torch.from_numpy(sequences[:, 1:].astype(np.int64, order="C"))
@@ -1196,7 +1193,7 @@ def params_of(optimizer):
 
 
 def lr_scale_at(step, args):
-    """Return the factor of all learning rates: 1, then a linear decay to final_lr."""
+    """Return the factor that multiplies all learning rates: 1, then a linear decay to final_lr."""
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
     remaining = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
     return args.final_lr + (1 - args.final_lr) * remaining
@@ -1233,7 +1230,7 @@ def apply_schedule(model, optimizers, step, args):
 
 
 def build_optimizers(model, args):
-    """Return the optimizers of a model. Each steps once in group["every"] steps, by default 1."""
+    """Return the optimizers of a model. Each steps in every group["every"]-th step."""
     build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
     muon_options = dict(momentum=args.muon_momentum, dtype=model.dtype)
     muon_options |= dict(rank=get_rank(), world_size=get_world_size())
@@ -1249,7 +1246,8 @@ def build_optimizers(model, args):
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
             group["initial_weight_decay"] = group.get("weight_decay", 0.0)
-            # A replacement of Muon that is built with muon_momentum has Muon's schedules, too.
+            # Any optimizer built with momentum=args.muon_momentum has Muon's schedules, so that it
+            # can replace Muon.
             group["is_scheduled"] = group.get("momentum") == args.muon_momentum
     return optimizers
 
@@ -1348,7 +1346,7 @@ def sum_gradients(optimizers):
 @torch.no_grad()
 def evaluate(run):
     """Collective: return the mean loss on the validation tokens, the same on all ranks."""
-    run.model.eval()  # drops no n-grams
+    run.model.eval()  # without dropout of n-grams
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     inputs, targets = inputs_and_targets(run.validation, run.device)
     for x, y, rows in micro_batches(inputs, targets, run.micro_batch_size):
@@ -1383,7 +1381,7 @@ def train(run):
         must_validate = args.val_loss_every and run.step % args.val_loss_every == 0
         must_save = args.save_every and run.step % args.save_every == 0 and run.step > first_step
         if must_validate or must_save:
-            read_reports(run, reports)
+            read_reports(run, reports)  # logs the last step first
         # Stop only after an update of AdamW: checkpoints do not hold accumulated gradients.
         if run.stopped and run.step % args.adamw_every == 0:
             break
@@ -1418,7 +1416,7 @@ def read_reports(run, reports, keep=0):
         loss, ranks_that_must_stop = report.pop("loss"), report.pop("must_stop")
         run.stopped |= ranks_that_must_stop > 0
         run.log.progress(step, "train_loss", loss, report)
-        # If only a gradient is not finite, the next loss shows it.
+        # A gradient that is not finite shows in the next loss.
         if not math.isfinite(loss):
             raise UserError(f"train_loss is {loss} at step {step}: lower the learning rates")
 
@@ -1491,8 +1489,9 @@ def main(args, stop=None):
         return None
     restore(run)
     log_header(run)
+    # A run that starts from another run's file saves a checkpoint at once, so that --resume=auto
+    # finds one of its own.
     starts_elsewhere = run.start and not is_own(run, run.start)
-    # Then a checkpoint is saved at once, so that --resume=auto finds one of this run.
     if starts_elsewhere and not save_checkpoint(run):
         raise UserError("the first checkpoint was not written: free disk space, then start again")
     if args.compile:
@@ -1543,7 +1542,7 @@ def save_and_stop(run):
 
 # ---- Machinery: command line ---------------------------------------------------------------------
 def check_settings(args):
-    """Raise UserError unless the settings have the right types and ranges, and fit each other."""
+    """Raise UserError unless the settings have the right types and ranges and are consistent."""
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name)
         choices = get_args(field.type)  # the values of a Literal
@@ -1596,7 +1595,7 @@ def parse_args(argv):
     """Return the Hyperparameters specified by arguments such as --n_layer=6."""
     given = vars(build_parser().parse_args(argv))  # only what was passed
     settings = vars(Hyperparameters()) | PRESETS[given.pop("preset")][1] | given
-    for field in dataclasses.fields(Hyperparameters):
+    for field in dataclasses.fields(Hyperparameters):  # what a setting needs comes before it
         needed = field.metadata.get("needs")
         if needed and is_off(settings[needed]) and field.name not in given:
             settings[field.name] = field.default  # the preset's value would have no effect
@@ -1760,7 +1759,7 @@ def configure_backend(args, device):
     # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
     # would not be bit-reproducible.
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # saves filling each new tensor
+    torch.utils.deterministic.fill_uninitialized_memory = False  # saves the time of filling them
     if args.compile:
         from torch._functorch import config as functorch_config  # slow to import
         from torch._inductor import config as inductor_config
@@ -1782,11 +1781,11 @@ def compile_model(run):
         # faster than the generated one (estimated, not measured).
         embedding_gradient = torch.ops.aten.embedding_dense_backward.default
         decompositions.pop(embedding_gradient, None)
-        make_fallback(embedding_gradient, warn=False)  # with warn=True, an error if CI=1 is set
+        make_fallback(embedding_gradient, warn=False)  # warn=True would be an error if CI=1 is set
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
-    targets = torch.zeros_like(inputs)  # not the same tensor, which would be compiled specially
+    targets = torch.zeros_like(inputs)  # the same tensor twice would specialize the graph
     try:
         with torch.no_grad():
             run.model.eval()(inputs, targets)
@@ -1852,7 +1851,7 @@ def join_ranks(args):
             # After a restart by torchrun, the store still holds the keys of the earlier attempts.
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             if gpu:
-                ranks_here = store.add(str(torch.cuda.get_device_properties(gpu).uuid), 1)  # counts
+                ranks_here = store.add(str(torch.cuda.get_device_properties(gpu).uuid), 1)  # so far
                 if ranks_here > 1:
                     raise RuntimeError("another rank uses the same GPU")
             where = dict(store=store, rank=rank, world_size=world_size)
@@ -1983,7 +1982,7 @@ class Log:
             size = file.tell()
             data = self.unwritten if size > 0 else self.header + self.unwritten
             if file.write(data) < len(data):  # the disk is full
-                file.truncate(size)  # a cut number could be mistaken for a result
+                file.truncate(size)  # a truncated number could look like a result
             else:
                 self.unwritten = b""
 
@@ -2062,7 +2061,7 @@ def log_summary(run):
         log(f"{phase}_seconds: {seconds:.1f}")
     log(f"tokens_per_second: {run.tokens_to_train / log.seconds['train']:.0f}")
     log(f"peak_memory_mib: {peak_memory(run.device):.0f}")
-    if args.compile:  # two are expected, of training and validation; more indicate recompilation
+    if args.compile:  # one for training, one for validation; more indicate recompilation
         log(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
 
 
@@ -2109,7 +2108,7 @@ def save_checkpoint(run):
     if not save(run, path.name, optimizers=states, train_seconds=run.log.seconds["train"]):
         return False
     if get_rank() == 0:
-        # A checkpoint of a later step was damaged and skipped on resume. It does not count.
+        # A later step can only have a damaged checkpoint, which resuming skipped. Do not count it.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
             with contextlib.suppress(OSError):
@@ -2134,7 +2133,7 @@ def read_pt(path):
         state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
         version = state["format"]
     except Exception as error:  # both modules raise many types of exceptions
-        # A system error says nothing about the file, except EINVAL, which damage can cause.
+        # System errors are not the file's fault, except EINVAL, which damaged contents can cause.
         is_system_error = isinstance(error, (OSError, MemoryError))
         if is_system_error and getattr(error, "errno", 0) != errno.EINVAL:
             raise
@@ -2159,7 +2158,7 @@ def claim_folder(run):
 
 
 def check_owner(run):
-    """Raise UserError if another program made the folder, or if only auto may continue its run."""
+    """Raise UserError if the folder is not a run's, or holds a run that auto would continue."""
     folder = run.folder
     if not (folder / "run.lock").is_file() and (run.log.path.exists() or any(folder.glob("*"))):
         fix = "move it with its log, or pass another --run_id"
@@ -2277,7 +2276,7 @@ def check_same(run, facts, state, path):
     """
     if state.get("source", digest(SOURCE)) != digest(SOURCE):
         run.log(f"warning: the script has changed since it saved {path}")
-    # The file's values; for settings that it lacks, the defaults; for other facts, None.
+    # Facts that the file lacks are None; settings that it lacks have their defaults.
     saved = dict.fromkeys(facts) | vars(Hyperparameters()) | state["facts"]
     may_grow = settings_with_role(run.args, "growing")
     different = []
