@@ -29,6 +29,11 @@ for folder in "", "data", "records/tools", "tests/bench":
 
 import train_gpt2  # noqa: E402
 
+# PyTorch collects its factory functions when a device is first used in this way. Loading a model,
+# transformers replaces torch.linspace for a while, and must not be first.
+with torch.device("meta"):
+    torch.empty(1)
+
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 TINY = {
