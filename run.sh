@@ -46,7 +46,7 @@ if [ -n "$(missing "$python")" ]; then
     venv=$root/.venv
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     if [ -n "$(missing "$venv/bin/python")" ]; then
-        echo "installing packages into $venv, because $python lacks $(missing "$python")"
+        echo "$python: $(missing "$python"); installing the packages into $venv"
         "$venv/bin/python" -m pip install -r "$root/${requirements##* }"  # includes the others
     fi
     python=$venv/bin/python
