@@ -11,13 +11,13 @@
 # bash run.sh data                   only prepare the data of the CPU record
 # The environment variables NPROC and PYTHON set the number of processes and the interpreter.
 # data/ and logs/ are relative to the current folder; .venv is beside run.sh.
+[ -n "${BASH_VERSION:-}" ] || { echo "run.sh: start it with: bash run.sh" >&2; exit 1; }
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 command=${1:-}
 tool=$root/records/tools/$command.py
 
 fail() { echo "run.sh: $*" >&2; exit 1; }
-
 [[ ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]] ||
     fail "NPROC=$NPROC must be a number of processes from 1 to 9999; unset it to start one per GPU"
 case $command in

@@ -93,7 +93,7 @@ class Hyperparameters:
     n_layer: int = architecture(12, "transformer blocks", low=1)
     n_head: int = architecture(6, "attention heads", low=1)
     n_embd: int = architecture(768, "channels", low=1)
-    window: int = architecture(0, "attention window at the end of training", needs="model")
+    window: int = architecture(0, "final attention window, in tokens", needs="model")
     document_token: int = architecture(50256, "token that starts a document", needs="window")
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams", needs="model")
     max_ngram: int = architecture(2, "longest n-gram in tokens", low=2, needs="ngram_rows")
@@ -105,17 +105,17 @@ class Hyperparameters:
     sequence_length: int = training(1024, "tokens per sequence", low=1)
     num_iterations: int = growing(5100, "optimizer steps", low=1)
     adamw_every: int = training(1, "steps between updates of AdamW", low=1, needs="model")
-    learning_rate: float = training(0.0036, "of AdamW: lm_head, and wte in gpt2")
-    embedding_learning_rate: float = training(0.6, "of AdamW: embeddings", needs="model")
+    learning_rate: float = training(0.0036, "AdamW's rate for lm_head, and for wte in gpt2")
+    embedding_learning_rate: float = training(0.6, "AdamW's rate for embeddings", needs="model")
     ngram_learning_rate: float = training(
-        0.0, "of Adagrad, which trains the n-gram table; 0: AdamW trains it", needs="ngram_rows"
+        0.0, "Adagrad's rate for the n-gram table; 0: AdamW trains it", needs="ngram_rows"
     )
-    muon_learning_rate: float = training(0.00036, "of Muon: the matrices of the blocks")
+    muon_learning_rate: float = training(0.00036, "Muon's rate for the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
     muon_momentum: float = training(0.95, "momentum of Muon", high=0.999)
-    muon_warmup_fraction: float = training(0.0, "first part: momentum rises", high=1)
-    muon_cooldown_fraction: float = training(0.0, "last part: momentum falls", high=1)
-    warmdown_fraction: float = training(1450 / 5100, "last part: learning rates decay", high=1)
+    muon_warmup_fraction: float = training(0.0, "share of steps, at first: momentum rises", high=1)
+    muon_cooldown_fraction: float = training(0.0, "share of steps, at last: momentum falls", high=1)
+    warmdown_fraction: float = training(1450 / 5100, "share of steps, at last: rates decay", high=1)
     final_lr: float = training(0.0, "learning rates at the end, relative to the first", high=1)
     ngram_dropout: float = training(0.0, "share of n-grams dropped", high=0.99, needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at another offset")
@@ -727,8 +727,8 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     norms = (torch.linalg.vector_norm(row_norms, dim=-1) + 1e-7).float()  # () or (K,)
     if G.ndim == 3:
         norms = norms[:, None, None]
-    # A single bfloat16 matrix stays in bfloat16, because its norm is 0-D, which is faster.
-    # A float32 matrix is divided before it is rounded, so that its small entries survive.
+    # A single bfloat16 matrix is divided in bfloat16, because its norm is 0-D. This is faster. A
+    # float32 matrix is rounded only once, after the division.
     X = (G.to(torch.promote_types(G.dtype, dtype)) / norms).to(dtype)
     is_tall = G.size(-2) > G.size(-1)
     X = X.mT if is_tall else X  # (m, n) with m <= n, or a stack
@@ -1027,8 +1027,8 @@ def normalize_rows(update, average, beta2):
     """Divide the rows of an update by moving averages of their sizes; keep its norm (NorMuon).
 
     update: (M, N), changed in place. average: moving average of each row's mean square, (M, 1), or
-    of each column's, (1, N), if M < N; updated in place. It starts at 0 and
-    is too small at first, by the same factor for all rows; keeping the norm cancels that factor.
+    of each column's, (1, N), if M < N; updated in place. It starts at 0, so it is too small at
+    first, by the same factor for all rows. Keeping the norm of the update cancels this factor.
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
@@ -1232,7 +1232,7 @@ def apply_schedule(model, optimizers, step, args):
 
 
 def build_optimizers(model, args):
-    """Return the optimizers of a model. Each steps in every group["every"]-th step."""
+    """Return the optimizers of a model. Each steps once in group["every"] steps (default: 1)."""
     build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
     muon_options = dict(momentum=args.muon_momentum, dtype=model.dtype)
     muon_options |= dict(rank=get_rank(), world_size=get_world_size())
@@ -1383,7 +1383,7 @@ def train(run):
         must_validate = args.val_loss_every and run.step % args.val_loss_every == 0
         must_save = args.save_every and run.step % args.save_every == 0 and run.step > first_step
         if must_validate or must_save:
-            read_reports(run, reports)  # logs the last step first
+            read_reports(run, reports)  # so that the last step is logged before
         # Stop only after an update of AdamW: checkpoints do not hold accumulated gradients.
         if run.stopped and run.step % args.adamw_every == 0:
             break
@@ -1632,9 +1632,9 @@ def build_parser():
     parser.error = refuse
     parser.add_argument("--preset", choices=PRESETS, default="record7", help=argparse.SUPPRESS)
     groups = dict(
-        architecture=parser.add_argument_group("architecture, fixed in --resume and --init"),
-        training=parser.add_argument_group("training, fixed in --resume"),
-        growing=parser.add_argument_group("training, may be larger in --resume"),
+        architecture=parser.add_argument_group("architecture, fixed on --resume and --init"),
+        training=parser.add_argument_group("training, fixed on --resume"),
+        growing=parser.add_argument_group("training, may grow on --resume"),
         free=parser.add_argument_group("files and machine, which a resumed run may change"),
     )
     for field in dataclasses.fields(Hyperparameters):
@@ -1761,7 +1761,7 @@ def configure_backend(args, device):
     # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
     # would not be bit-reproducible.
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # saves the time of filling them
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling new tensors takes time
     if args.compile:
         from torch._functorch import config as functorch_config  # slow to import
         from torch._inductor import config as inductor_config

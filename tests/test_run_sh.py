@@ -161,6 +161,13 @@ def test_an_invalid_number_of_processes_is_rejected(nproc, clone):
     assert f"NPROC={nproc} must be a number of processes" in stderr
 
 
+def test_another_shell_is_one_sentence(clone):
+    """sh is dash on Debian and Ubuntu."""
+    sh = shutil.which("dash") or pytest.skip("dash is not installed")
+    done = subprocess.run([sh, clone / "run.sh"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "run.sh: start it with: bash run.sh\n")
+
+
 @pytest.mark.parametrize("given", ["", "x", "--seed=1", "*"])
 def test_repeat_needs_a_number_before_it_prepares_data(given, clone):
     status, lines, stderr = run_sh(clone, "repeat", *given.split())

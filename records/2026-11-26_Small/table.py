@@ -32,7 +32,7 @@ PUBLIC = {
     "no_backout": ("+90, with another change (40)", 1),
     "no_skip": ("+20, with other changes (45)", 1),
     "no_saved_input": ("+40 (73, 77)", 1),
-    "no_windows": ("worse, mostly in time (13)", 1),
+    "no_windows": ("+125, its growth (13)", 1),
     "no_zero_projections": ("worse (before 7)", 1),
     "no_momentum_warmup": ("worse (9)", 1),
     "adamw_every_step": ("with a smaller batch (39)", None),
@@ -40,7 +40,7 @@ PUBLIC = {
     "no_qk_norm": ("worse (before 7)", 1),
     "adamw": ("worse (before 7)", 1),
     "full_rotary": ("worse (18)", 1),
-    "tied_head": ("+10% (8); -55 (51, untied later)", None),
+    "tied_head": ("+10%, with rates (8); -55 (51, untied later)", None),
     "equal_keys": ("ours", None),
     "earlier_values": ("ours", None),
 }

@@ -25,11 +25,10 @@ SUMMARY = re.compile(r"^(\w+): (.*)$", re.M)  # a line after the last step
 HEADER = re.compile(r"((?:^hyperparameter \w+=.*\n)+)", re.M)
 
 # What makes runs comparable: the rules of all tools.
-# These settings have no effect on the result.
-SET_FOR_EACH_RUN = {"run_id", "log_dir", "resume"}
-# Repetitions of an experiment may differ in these.
-MAY_VARY = SET_FOR_EACH_RUN | {
-    "seed", "device_batch_size", "save_every", "keep_checkpoints", "comm_timeout"
+# Repetitions of an experiment may differ in these settings.
+MAY_VARY = {
+    "run_id", "log_dir", "resume", "seed", "device_batch_size", "save_every", "keep_checkpoints",
+    "comm_timeout",
 }  # fmt: skip
 LOSS_DEPENDS_ON = {  # losses are only averaged if these are equal
     "validation data": lambda run: run.facts.get("val_data"),
@@ -103,7 +102,7 @@ class Run:
     """One run. Losses are in nats per token. Values missing from the log are None."""
 
     path: Path
-    source: str  # of the script; "" in a shortened log
+    source: str  # of the script; its sha256 in a shortened log
     settings: dict
     facts: dict  # {name: text} of the header and the summary
     schedule: list  # num_iterations, once, and again for each resume that raised it
