@@ -19,11 +19,11 @@ import argparse
 import bisect
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import functools
 import glob
 import hashlib
+import io
 import json
 import math
 import os
@@ -36,7 +36,7 @@ import time
 import traceback
 import zipfile
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -832,8 +832,11 @@ class Muon(torch.optim.Optimizer):
         self.dtype = dtype
         defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(params, defaults | dict(beta2=beta2, cautious=cautious))
-        for group in self.param_groups:
-            check_muon_group(group)
+
+    def add_param_group(self, param_group):
+        """Add a group of parameters. Raises ValueError if Muon cannot handle it."""
+        super().add_param_group(param_group)
+        check_muon_group(self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -843,8 +846,6 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         rank_costs = [0] * self.world_size  # cost of the matrices that each rank orthogonalizes
-        for group in self.param_groups:
-            check_muon_group(group)  # a group may have been added or changed
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -858,51 +859,40 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def update_whole(self, group, rank_costs):
-        """Collective: update the parameters of a group that every rank holds as a whole."""
+        """Collective: update the parameters of a group that every rank holds as a whole.
+
+        Each rank orthogonalizes the matrices of some stacks and writes the updates into a buffer.
+        The other parts of its buffer are 0, so that a sum over the ranks gives every rank the exact
+        updates. The update of a parameter without a gradient is 0.
+        """
         stacks = stacks_of([p for p in group["params"] if not is_dtensor(p)])
+        params = [p for stack in stacks for p in stack]
+        if not params:
+            return
+        sizes = [p.numel() for p in params]
+        buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
+        updates = {p: slot.view(matrix_shape(p)) for p, slot in zip(params, buffer.split(sizes))}
         mine = set()  # the parameters whose updates this rank computes
         for stack in stacks:
             owner = rank_costs.index(min(rank_costs))
             rank_costs[owner] += len(stack) * matrix_cost(stack[0])
+            with_gradient = [p for p in stack if p.grad is not None]
+            for p in with_gradient:
+                self.update_momentum(p, group)  # on every rank, so that its state is complete
             if owner == self.rank:
                 mine.update(stack)
-        # world_size consecutive stacks form a bucket, which is sent in one all-reduce. They usually
-        # belong to different ranks, which work in parallel. The all-reduce of a bucket overlaps
-        # with the computation of the next one.
-        pending = []
-        for i in range(0, len(stacks), self.world_size):
-            pending.append(self.start_updates(stacks[i : i + self.world_size], group, mine))
-        for updates, work in pending:
-            if work is not None:
-                work.wait()
-            for p, update in updates.items():
-                self.apply_update(p, update.view(p.shape), group)
-        if stacks and group["beta2"] and self.world_size > 1:
-            self.share_averages([p for stack in stacks for p in stack], mine)
-
-    def start_updates(self, stacks, group, mine):
-        """Compute this rank's updates of some stacks and start sending them to all ranks.
-
-        Return (updates, work). updates: {parameter: its update, (M, N) bfloat16}, valid once work
-        is done. The update of a parameter without a gradient is 0.
-        """
-        params = [p for stack in stacks for p in stack]
-        sizes = [p.numel() for p in params]
-        buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
-        # The slots of other ranks stay 0, so the sum over ranks is exact.
-        updates = {p: slot.view(matrix_shape(p)) for p, slot in zip(params, buffer.split(sizes))}
-        for stack in stacks:
-            stack = [p for p in stack if p.grad is not None]
-            for p in stack:
-                self.update_momentum(p, group)  # on every rank, so that its state is complete
-            if stack and stack[0] in mine:
-                self.write_updates(stack, group, updates)
-        if self.world_size == 1:
-            return updates, None
-        return updates, dist.all_reduce(buffer, group=self.process_group, async_op=True)
+                self.write_updates(with_gradient, group, updates)
+        if self.world_size > 1:
+            dist.all_reduce(buffer, group=self.process_group)
+        for p, update in updates.items():
+            self.apply_update(p, update.view(p.shape), group)
+        if group["beta2"] and self.world_size > 1:
+            self.share_averages(params, mine)
 
     def write_updates(self, stack, group, updates):
-        """Write the orthogonalized directions of a stack into updates."""
+        """Write the orthogonalized directions of a stack into updates, {parameter: (M, N)}."""
+        if not stack:
+            return
         shape = (len(stack), *matrix_shape(stack[0]))
         directions = torch.empty(shape, dtype=self.dtype, device=stack[0].device)
         for p, direction in zip(stack, directions):
@@ -973,18 +963,6 @@ class Muon(torch.optim.Optimizer):
             p.mul_(torch.where(decay_mask, 1 - group["lr"] * group["weight_decay"], 1.0))
         scale = max(matrix_shape(p)) ** 0.5  # gives the update an RMS of 1
         p.add_(update, alpha=-group["lr"] * scale)
-
-    def load_state_dict(self, state_dict):
-        """Load a state_dict. Raises ValueError if it belongs to another type of optimizer."""
-        # Muon's states are recognized by the names of its options.
-        if not all({"beta2", "cautious"} <= group.keys() for group in state_dict["param_groups"]):
-            raise ValueError("the state was not saved by Muon: load one that this class has saved")
-        super().load_state_dict(state_dict)
-
-    def __getstate__(self):
-        """Return what pickle and copy.deepcopy need, including the attributes of this class."""
-        own = ("rank", "world_size", "process_group", "dtype")
-        return super().__getstate__() | {name: getattr(self, name) for name in own}
 
 
 def check_muon_group(group):
@@ -1372,18 +1350,13 @@ def validate(run):
 def train(run):
     """Collective: train up to the last step, or until a rank must stop; validate on the way.
 
-    Between validations, a GPU does not wait for the host: while it computes a step, the host reads
-    the next batch, launches the next step, and only then reads the loss. On a CPU, train_step has
-    finished the step when it returns, so its loss is read at once.
+    While a GPU computes a step, the host reads the next batch. Then it waits for the GPU.
     """
     args, first_step = run.args, run.step
-    reports = deque()  # of launched steps, see read_reports
     batch = run.train_loader.batch(run.step)
     while run.step < args.num_iterations:
         must_validate = args.val_loss_every and run.step % args.val_loss_every == 0
         must_save = args.save_every and run.step % args.save_every == 0 and run.step > first_step
-        if must_validate or must_save:
-            read_reports(run, reports)  # so that the last step is logged before
         # Stop only after an update of AdamW: checkpoints do not hold accumulated gradients.
         if run.stopped and run.step % args.adamw_every == 0:
             break
@@ -1392,35 +1365,24 @@ def train(run):
             validate(run)
         if must_save:
             save_checkpoint(run)
-        report = train_step(run, *batch)
+        results = train_step(run, *batch)
         run.step += 1
-        values, event = start_copy_to_host(torch.stack(list(report.values())))
-        reports.append((run.step, list(report), values, event))
         if run.step < args.num_iterations:
             batch = run.train_loader.batch(run.step)
-        read_reports(run, reports, keep=run.unread_steps)
-    read_reports(run, reports)
+        log_step(run, results)
     if not run.stopped:
         apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
 
-def read_reports(run, reports, keep=0):
-    """Log the losses of launched steps until only `keep` are unread, and set run.stopped.
-
-    reports: deque of (step, names of train_step's results, copy of their values, event or None).
-    """
-    while len(reports) > keep:
-        step, names, values, event = reports.popleft()
-        if event is not None:
-            event.synchronize()
-        report = dict(zip(names, values.tolist()))
-        loss, ranks_that_must_stop = report.pop("loss"), report.pop("must_stop")
-        run.stopped |= ranks_that_must_stop > 0
-        run.log.progress(step, "train_loss", loss, report)
-        # A gradient that is not finite shows in the next loss.
-        if not math.isfinite(loss):
-            raise UserError(f"train_loss is {loss} at step {step}: lower the learning rates")
+def log_step(run, results):
+    """Wait for the results of train_step and log them. Set run.stopped if a rank must stop."""
+    values = {name: tensor.item() for name, tensor in results.items()}
+    loss = values.pop("loss")
+    run.stopped |= values.pop("must_stop") > 0
+    run.log.progress(run.step, "train_loss", loss, values)
+    if not math.isfinite(loss):
+        raise UserError(f"train_loss is {loss} at step {run.step}: lower the learning rates")
 
 
 # ---- Main: from settings to a result -------------------------------------------------------------
@@ -1450,7 +1412,6 @@ class Run:
         sequences = self.args.batch_size // get_world_size()
         passes = math.ceil(sequences / self.args.device_batch_size)
         self.micro_batch_size = math.ceil(sequences / passes)
-        self.unread_steps = 1 if self.device.type == "cuda" else 0  # how far the host runs ahead
         tokens_per_step = self.args.batch_size * self.args.sequence_length
         self.tokens_to_train = self.args.num_iterations * tokens_per_step
         self.repeats_data = self.tokens_to_train > self.train_loader.stream.total_tokens
@@ -1802,16 +1763,6 @@ def compile_model(run):
     loss.item()  # waits for the device
 
 
-def start_copy_to_host(tensor):
-    """Start copying a tensor to the host. Return (copy, event); the event is None on a CPU.
-
-    The copy is valid after event.synchronize(), which does not wait for work launched later.
-    """
-    copy = tensor.to("cpu", non_blocking=True)
-    event = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
-    return copy, event
-
-
 def device_name(device):
     """Return the name of the GPU, or of the CPU."""
     if device.type == "cuda":
@@ -2088,7 +2039,9 @@ def save(run, name, **more):
             raise UserError(f"{path} was not written, because a value is not finite: {fix}")
     if get_rank() != 0:
         return True
-    keep_folder(run)
+    lock_path = run.folder / "run.lock"
+    if not lock_path.exists() or not os.path.samefile(lock_path, run.lock.fileno()):
+        raise UserError(f"{run.folder} was deleted or replaced during the run: start again")
     try:
         with run.log.timed("checkpoint"), open(partial, "wb") as file:
             torch.save(state, file)
@@ -2127,20 +2080,18 @@ def read_pt(path):
     """Return the dict in a file that save() wrote."""
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a file")
+    data = Path(path).read_bytes()  # so that errors below are those of the data, not of the disk
     try:
-        with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file, which has checksums
-            damaged_part = archive.testzip()
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # a .pt file is a zip file
+            damaged_part = archive.testzip()  # compares checksums
         if damaged_part is not None:
             raise ValueError(f"{damaged_part} does not match its checksum")
-        state = torch.load(path, map_location="cpu", weights_only=True)  # executes no code
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # runs no code
         version = state["format"]
+    except MemoryError:
+        raise
     except Exception as error:  # both modules raise many types of exceptions
-        # System errors are not the file's fault, except EINVAL, which damaged contents can cause.
-        is_system_error = isinstance(error, (OSError, MemoryError))
-        if is_system_error and getattr(error, "errno", 0) != errno.EINVAL:
-            raise
-        with open(path, "rb") as file:
-            start = file.read(30)  # reveals a web page or a Git LFS pointer
+        start = data[:30]  # reveals a web page or a Git LFS pointer
         cause = f"{error!r:.200}; it begins with {start}"
         raise UserError(f"{path} is damaged or not from train_gpt2.py ({cause})") from None
     if version != FORMAT:
@@ -2150,46 +2101,29 @@ def read_pt(path):
 
 
 def claim_folder(run):
-    """On rank 0, lock the run's folder by its file run.lock, and open the log."""
+    """On rank 0, create and lock the run's folder, and open the log.
+
+    The lock is on the file run.lock and lasts until this process ends. Raises UserError if the
+    folder is not a run's, is in use, or holds weights that this run would replace.
+    """
     if get_rank() != 0:
         return
-    check_owner(run)
-    lock_folder(run)
-    check_owner(run)  # again, because another process may just have finished the same run
-    run.log.open()
-
-
-def check_owner(run):
-    """Raise UserError if the folder is not a run's, or holds a run that auto would continue."""
-    folder = run.folder
-    if not (folder / "run.lock").is_file() and (run.log.path.exists() or any(folder.glob("*"))):
+    folder, lock_path = run.folder, run.folder / "run.lock"
+    if not lock_path.is_file() and (run.log.path.exists() or any(folder.glob("*"))):
         fix = "move it with its log, or pass another --run_id"
         raise UserError(f"{folder} was not created by a run of this script: {fix}")
-    if run.args.resume != "auto" and any(folder.glob("*.pt")):
-        raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
-
-
-def lock_folder(run):
-    """Create the folder if needed, and lock it until this process ends."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    run.lock = open(run.folder / "run.lock", "a")
+    folder.mkdir(parents=True, exist_ok=True)
+    run.lock = open(lock_path, "a")
     try:
         fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another process is training {run.folder}: stop it first") from None
+        raise UserError(f"another process is training {folder}: stop it first") from None
     except OSError as error:  # some network file systems have no locks
-        run.log(f"warning: {run.folder} is not locked ({error.strerror}): start only one run there")
-
-
-def keep_folder(run):
-    """Recreate the folder if it was deleted. Raises UserError if another one is in its place."""
-    lock_path = run.folder / "run.lock"
-    if lock_path.exists() and os.path.samefile(lock_path, run.lock.fileno()):
-        return
-    if any(run.folder.glob("*")):
-        raise UserError(f"{run.folder} was replaced by another folder: move it, and start again")
-    lock_folder(run)
-    run.log(f"warning: {run.folder} was deleted with its checkpoints; recreated it")
+        run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")
+    # Look only now: until the lock was taken, another process may have trained this run.
+    if run.args.resume != "auto" and any(folder.glob("*.pt")):
+        raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
+    run.log.open()
 
 
 def is_finished(run):

@@ -398,55 +398,25 @@ def test_a_shard_that_is_deleted_while_in_use_is_still_read(tiny, tmp_path):
     assert torch.load(tmp_path / "logs" / "again" / "model.pt")["val_loss"] == expected
 
 
-@pytest.mark.parametrize("moment", ["training", "last save"])
-def test_a_deleted_folder_is_made_again_under_its_name(moment, tiny, tmp_path, monkeypatch):
-    """The best weights are lost as well, so those after the loss count. The run can be resumed."""
-    values = iter([5.0, 3.0, 4.0, 4.5])
-    monkeypatch.setattr(train_gpt2, "evaluate", lambda run: next(values))
-    folder = tmp_path / "logs" / "r"
-    train_step, log_summary = train_gpt2.train_step, train_gpt2.log_summary
-
-    def lose_folder(run, inputs, targets):
-        if run.step == 8 and moment == "training":
-            shutil.rmtree(folder)
-        return train_step(run, inputs, targets)
-
-    def lose_folder_last(run):
-        if moment == "last save":
-            shutil.rmtree(folder)
-        log_summary(run)
-
-    monkeypatch.setattr(train_gpt2, "train_step", lose_folder)
-    monkeypatch.setattr(train_gpt2, "log_summary", lose_folder_last)
-    changes = dict(num_iterations=18, val_loss_every=6, save_every=3, keep_checkpoints=9)
-    fields = {**tiny, "run_id": "r", "allow_repeat": True, **changes}
-    if moment == "last save":
-        with pytest.raises(FileNotFoundError):
-            run_here(fields)
-        assert not folder.exists()
-        return
-    assert run_here(fields) is not None
-    log = folder.with_suffix(".txt").read_text()
-    assert f"warning: {folder} was deleted with its checkpoints; recreated it" in log
-    assert checkpoints(folder) == [f"state_step{step:010d}.pt" for step in (9, 12, 15, 18)]
-    shutil.copy(folder / "run.lock", tmp_path)
-    assert run_here(fields, resume="auto") is None  # nothing to do
-
-
-def test_a_folder_that_replaces_the_runs_is_left_alone(tiny, tmp_path, monkeypatch):
-    """Another run may be using it."""
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_a_run_ends_if_its_folder_is_deleted_or_replaced(how, tiny, tmp_path, monkeypatch):
+    """Another run may be using the folder in its place, so nothing is written there."""
     folder = tmp_path / "logs" / "r"
     train_step = train_gpt2.train_step
 
-    def replace_folder(run, inputs, targets):
+    def lose_folder(run, inputs, targets):
         if run.step == 4:
             folder.rename(tmp_path / "moved")
-            shutil.copytree(tmp_path / "moved", folder)
+            if how == "replaced":
+                shutil.copytree(tmp_path / "moved", folder)
         return train_step(run, inputs, targets)
 
-    monkeypatch.setattr(train_gpt2, "train_step", replace_folder)
-    with pytest.raises(UserError, match="was replaced by another folder: move it, and start again"):
+    monkeypatch.setattr(train_gpt2, "train_step", lose_folder)
+    with pytest.raises(UserError, match="was deleted or replaced during the run: start again"):
         run_here(tiny, run_id="r", save_every=2)
+    if how == "deleted":
+        assert not folder.exists()
+        return
     assert list(content(folder).values()) == list(content(tmp_path / "moved").values())
 
 

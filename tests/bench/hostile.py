@@ -53,7 +53,7 @@ def report_and_leave():
 train_gpt2.leave_ranks = report_and_leave
 sys.settrace(trace)"""
 MACHINERY = [
-    "main", "claim_folder", "check_owner", "lock_folder", "keep_folder", "is_finished", "restore",
+    "main", "claim_folder", "is_finished", "restore",
     "newest_checkpoint", "load_checkpoint", "check_same", "save", "save_checkpoint", "finish",
     "save_and_stop", "log_header", "log_summary", "open", "write", "validate",
 ]  # fmt: skip
