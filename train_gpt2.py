@@ -1803,13 +1803,10 @@ def join_ranks(args):
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
             # After a restart by torchrun, the store still holds the keys of the earlier attempts.
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-            if gpu:
-                ranks_here = store.add(str(torch.cuda.get_device_properties(gpu).uuid), 1)  # so far
-                if ranks_here > 1:
-                    raise RuntimeError("another rank uses the same GPU")
             where = dict(store=store, rank=rank, world_size=world_size)
             dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
-        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or nothing answers there
+        except (ValueError, RuntimeError) as error:
+            # MASTER_ADDR is missing, nothing answers there, or two ranks have the same GPU.
             fix = "use torchrun with one process per GPU, and check the network's settings"
             raise UserError(f"cannot join the other ranks ({error}): {fix}") from None
     if "RANK" not in os.environ:

@@ -334,22 +334,23 @@ def test_the_process_group_is_bound_to_the_gpu(tiny, monkeypatch):
     gpu = torch.device("cuda", 1)
     monkeypatch.setattr(train_gpt2, "choose_device", lambda args: gpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(set=device))
-    store = dist.HashStore()
-    monkeypatch.setattr(dist, "rendezvous", lambda *a, **n: iter([(store, 1, 2)]))
+    monkeypatch.setattr(dist, "rendezvous", lambda *a, **n: iter([(dist.HashStore(), 1, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **n: asked.update(n, backend=a[0]))
-    gpus = iter(["GPU-a", "GPU-b", "GPU-b"])
-    properties = lambda device: SimpleNamespace(uuid=next(gpus))  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setenv("RANK", "1")
-    for _ in range(2):  # the launcher shows each rank another GPU
-        chosen = train_gpt2.join_ranks(Hyperparameters(**tiny))
-        assert chosen == asked["set"] == asked["device_id"] == gpu
-        assert asked["backend"] == "nccl"
-    with pytest.raises(UserError, match=r"another rank uses the same GPU.*one process per GPU"):
+    chosen = train_gpt2.join_ranks(Hyperparameters(**tiny))
+    assert chosen == asked["set"] == asked["device_id"] == gpu
+    assert asked["backend"] == "nccl"
+
+
+def test_an_error_of_nccl_says_to_start_one_process_per_gpu(tiny, monkeypatch):
+    def init_process_group(*args, **options):
+        raise dist.DistBackendError("Duplicate GPU detected")
+
+    monkeypatch.setattr(dist, "rendezvous", lambda *a, **n: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match=r"Duplicate GPU detected.*one process per GPU"):
         train_gpt2.join_ranks(Hyperparameters(**tiny))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    gpus = iter(["GPU-b"])
-    assert train_gpt2.join_ranks(Hyperparameters(**tiny)) == gpu  # after a restart by torchrun
 
 
 # ---- Training -----------------------------------------------------------------------------------
