@@ -9,7 +9,7 @@ record reports a validation loss of 3.2755 after 12.0 minutes on 8xH100. This fi
 on a GPU yet. It requires Linux or macOS, Python 3.10+, torch 2.5+ and numpy.
 
 The first sections, from settings to main, are the ones to read to understand a run, and to edit to
-change it. Those titled "Machinery" hold the rest, from the command line to checkpoints.
+change it. Those titled "Machinery" hold the rest, such as the command line and checkpoints.
 
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. "Collective"
 marks a function that all ranks, the processes of torchrun, must call together.
@@ -41,8 +41,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-# By default, idle threads of libgomp spin so long that they slow down training and other programs.
-# This must be set before importing torch. An explicit OMP_WAIT_POLICY wins.
+# By default, libgomp's idle threads spin long enough to slow down training and other programs. The
+# variable must be set before torch is imported. An explicit OMP_WAIT_POLICY wins.
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -68,7 +68,8 @@ def setting(default, help, role, low=0, high=2**31 - 1, needs=""):
     low, high: the smallest and largest number allowed. needs: another setting; while that one is
     off (see is_off), this one has no effect.
     """
-    help += f" (needs --{needs}{'=modern' if needs == 'model' else ''})" if needs else ""
+    if needs:
+        help += " (needs --model=modern)" if needs == "model" else f" (needs --{needs})"
     metadata = dict(help=help, role=role, low=low, high=high, needs=needs)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -93,7 +94,7 @@ class Hyperparameters:
     n_layer: int = architecture(12, "transformer blocks", low=1)
     n_head: int = architecture(6, "attention heads", low=1)
     n_embd: int = architecture(768, "channels", low=1)
-    window: int = architecture(0, "final attention window, in tokens", needs="model")
+    window: int = architecture(0, "tokens of attention's final window, rounded up", needs="model")
     document_token: int = architecture(50256, "token that starts a document", needs="window")
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams", needs="model")
     max_ngram: int = architecture(2, "longest n-gram in tokens", low=2, needs="ngram_rows")
@@ -113,9 +114,9 @@ class Hyperparameters:
     muon_learning_rate: float = training(0.00036, "Muon's rate for the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
     muon_momentum: float = training(0.95, "momentum of Muon", high=0.999)
-    muon_warmup_fraction: float = training(0.0, "share of steps, at first: momentum rises", high=1)
-    muon_cooldown_fraction: float = training(0.0, "share of steps, at last: momentum falls", high=1)
-    warmdown_fraction: float = training(1450 / 5100, "share of steps, at last: rates decay", high=1)
+    muon_warmup_fraction: float = training(0.0, "initial steps: Muon's momentum rises", high=1)
+    muon_cooldown_fraction: float = training(0.0, "final steps: Muon's momentum falls", high=1)
+    warmdown_fraction: float = training(1450 / 5100, "final steps: learning rates decay", high=1)
     final_lr: float = training(0.0, "learning rates at the end, relative to the first", high=1)
     ngram_dropout: float = training(0.0, "share of n-grams dropped", high=0.99, needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at another offset")
@@ -128,7 +129,7 @@ class Hyperparameters:
     target_val_loss: float = free(3.28, "loss to print with the result; 0: none")
     run_id: str = free("", "name of the log and of the run's folder; default: the time")
     log_dir: str = free("logs", "folder of logs and checkpoints")
-    save_every: int = free(0, "steps between checkpoints; 0: only when a signal stops the run")
+    save_every: int = free(0, "steps between checkpoints; 0: only if a signal stops the run")
     keep_checkpoints: int = free(2, "number of recent checkpoints to keep", low=1)
     resume: str = free("", "auto: continue run_id; a path: start a run from that checkpoint")
     init: str = free("", "file with the initial weights, such as model.pt")
@@ -142,12 +143,12 @@ class Hyperparameters:
 
 
 def modern_recipe(width, **settings):
-    """Return a preset of the modern model; n_head and Muon's rates follow from width, n_embd.
+    """Return a preset of the modern model. n_head and Muon's rates follow from width (n_embd).
 
     Sources: records/2026-11-26_Modern_2026. The public learning rate of Muon is 0.03, and 0.06 for
-    the MLP; its weight decay is 1.2 * 0.03. The table in Muon's docstring converts them with
-    N = n_embd. One rate is enough here, because matrices of the MLP have max(M, N) = 4 * n_embd, so
-    that the scale of Muon's updates doubles their rate.
+    both matrices of the MLP. Muon's update is scaled by sqrt(max(M, N)) here, so 0.03 / sqrt(width)
+    gives exactly that: the MLP's matrices have max(M, N) = 4 * width. The public weight decay is
+    1.2 * 0.03. The table in Muon's docstring explains its conversion.
     """
     return dict(
         model="modern", n_layer=11, n_head=width // 128, n_embd=width, window=1728,
@@ -176,7 +177,8 @@ PRESETS = {
             128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
             # GPT-2's first 2,048 tokens and a document token, rounded up to a multiple of 128
             vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
-            n_layer=8, window=3072, batch_size=8, sequence_length=512, device_batch_size=8,
+            n_layer=8, batch_size=8, sequence_length=512, device_batch_size=8,
+            window=6 * 512,  # covers the sequence from an eighth of the run on
             num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
         ),
     ),
@@ -233,10 +235,10 @@ class CastedLinear(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: rotates the channels (i, i + D/2) by position * frequencies[i].
+    """Rotary position embedding: rotates the channels (i, i + D/2) by -position * frequencies[i].
 
     frequencies: (D/2,), in radians per position; pairs with frequency 0 are not rotated. Source:
-    https://arxiv.org/abs/2104.09864. The paper rotates the other way, which is equivalent.
+    https://arxiv.org/abs/2104.09864, with the opposite sign, which is equivalent.
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -343,14 +345,14 @@ def loss_or_logits(x, weight, targets=None, softcap=0.0):
     if targets is None:
         return compute_logits(x, weight.type_as(x), softcap)
     x, targets = x.flatten(0, 1), targets.flatten()
-    needs_grad = torch.is_grad_enabled()  # read here, because it is off inside forward
+    needs_grad = torch.is_grad_enabled()  # read here, because grad mode is off inside forward
     return ChunkedCrossEntropy.apply(x, weight, targets, softcap, needs_grad)
 
 
 def compute_logits(x, weight, softcap):
     """Return float32 logits (..., V) of hidden states x (..., C), for training and inference.
 
-    softcap: s bounds the logits z to (-s, s) by s * tanh(z / s); 0 leaves them as they are.
+    softcap: s > 0 maps the logits z to s * tanh(z / s). 0 disables it.
     """
     logits = F.linear(x, weight).float()
     if softcap:
@@ -370,16 +372,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     The gradients are computed in forward, while a chunk's logits are in memory; backward only
     scales them. A large batch is split, because the logits of 64 x 1024 tokens of GPT-2 would take
-    13.2 GB. On a GPU, there are at most two chunks. Targets of -1 are ignored.
+    13.2 GB. Targets of -1 are ignored.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
-        # At most max_chunks chunks, each with at least min_logits logits. Small chunks are slow.
         max_chunks = 2 if x.is_cuda else 8  # tuned on CPUs; a guess for GPUs
-        min_logits = 512 * 50304
+        min_logits = 512 * 50304  # smaller chunks are slow, so there are fewer than max_chunks
         chunks = max(1, min(max_chunks, len(x) * len(weight) // min_logits))
         pairs = list(zip(x.chunk(chunks), targets.chunk(chunks)))
         if not needs_grad:
@@ -412,12 +413,12 @@ LOGIT_SOFTCAP = 15.0
 
 
 class Layer(NamedTuple):
-    """What one layer of the modern model has, besides an MLP."""
+    """The roles of one layer of the modern model. Every layer has an MLP."""
 
     has_attention: bool
     has_value_table: bool  # a learned embedding of the token is added to attention's values
     is_long: bool  # attention has the long window and offset keys (see ModernAttention)
-    starts_skip: bool  # its output is added to the input of the layer with ends_skip
+    starts_skip: bool  # its output is added to the input of the layer with ends_skip, if any
     ends_skip: bool
     is_saved: bool  # layers with reads_saved read its output; backout subtracts it at the end
     reads_saved: bool  # attention reads the saved output instead of the residual stream
@@ -426,8 +427,8 @@ class Layer(NamedTuple):
 def modern_layers(n):
     """Return a Layer for each of n layers.
 
-    The comments give the numbers of the layers, from 0, for n = 11, as in the public records. In a
-    small model, most layers have several roles.
+    The comments show the indices of the layers for n = 11, as in the public records. In a small
+    model, most layers have several roles.
     """
     saved = max(0, min(2 * n // 3, n - 2))  # 7
     skip_end = (n + 1) // 2 if n >= 8 else None  # 6
@@ -473,8 +474,8 @@ class ModernAttention(CausalSelfAttention):
         k = self.rotary(norm(self.split_heads(self.c_k(x))))
         v = self.split_heads(self.c_v(x))
         if self.offset_keys:
-            earlier = torch.cat([k[:, :1], k[:, :-1]], dim=1)  # the first key stays as it is
-            k = torch.where(self.has_position, k, earlier)
+            previous_k = torch.cat([k[:, :1], k[:, :-1]], dim=1)  # the first key stays as it is
+            k = torch.where(self.has_position, k, previous_k)
         if self.value_table is not None:
             gate = 2 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, H); 1 at first
             v = v + gate[..., None] * self.split_heads(self.value_table(tokens))
@@ -483,7 +484,7 @@ class ModernAttention(CausalSelfAttention):
 
 
 def attend(q, k, v, mask):
-    """Return the output of attention. It, q, k and v are all (B, H, T, D).
+    """Return the output of attention, (B, H, T, D), like q, k and v.
 
     mask: a result of attention_mask, or None for causal attention within the whole sequence.
     """
@@ -498,7 +499,8 @@ def attention_mask(documents, window_blocks):
 
     documents: (B, T), the index of each token's document, which never decreases. window_blocks:
     scalar tensor; a token sees its own block and the window_blocks - 1 blocks before it. Returns a
-    bool tensor (B, 1, T, T) or, while compiling for a GPU, a BlockMask if T is a multiple of BLOCK.
+    BlockMask if the model is compiled for a GPU and T is a multiple of BLOCK, else a bool tensor,
+    (B, 1, T, T).
     """
 
     def visible(b, h, query, key):
@@ -521,10 +523,11 @@ def attention_mask(documents, window_blocks):
     distance = block[:, None] - block
     seen = (query_first <= key_last) & (distance >= 0) & (distance < window_blocks)
     counts = seen.sum(-1, dtype=torch.int32)  # how many blocks of keys a block of queries sees
-    # They are consecutive, and the last is the block of the query itself. FlexAttention reads only
-    # the first `counts` entries of each row of indices. Sorting would compile for a minute.
-    first = block - counts + 1
-    indices = (first[:, :, None] + block).clamp(max=len(block) - 1).int()
+    # The blocks that a block of queries sees are consecutive and end with its own. FlexAttention
+    # reads only the first `counts` indices of each row; clamp keeps the others in range.
+    # torch.argsort would do this in one line, but takes about a minute to compile.
+    first_seen = block - counts + 1
+    indices = (first_seen[:, :, None] + block).clamp(max=len(block) - 1).int()
     return BlockMask.from_kv_blocks(
         counts[:, None], indices[:, None], BLOCK_SIZE=BLOCK, mask_mod=visible
     )
@@ -566,6 +569,7 @@ class NgramTable(nn.Module):
         super().__init__()
         self.max_ngram = args.max_ngram
         self.dropout = args.ngram_dropout
+        # A buffer, because a Python number would be a constant of the compiled model.
         self.register_buffer("seed", torch.tensor(args.seed), persistent=False)
         self.adagrad = args.ngram_learning_rate > 0
         dtype = torch.float32 if self.adagrad else dtype
@@ -592,10 +596,10 @@ class NgramTable(nn.Module):
     def survives_dropout(self, hashes, inputs):
         """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
 
-        hashes: (B, T, max_ngram - 1), one for each n-gram. Whether it is kept is a hash of the
-        n-gram, the sum of the sequence's tokens and the seed. Unlike random numbers, this depends
-        neither on the number of ranks nor on earlier batches. All copies of an n-gram in a sequence
-        are kept or dropped together.
+        hashes: (B, T, max_ngram - 1), one for each n-gram. A hash of the n-gram, the sum of the
+        sequence's tokens and the seed decides whether it is kept. Unlike random numbers, this
+        depends neither on the number of ranks nor on earlier batches. All copies of an n-gram in a
+        sequence are kept or dropped together.
         """
         # Multiplicative hashing with an odd salt and the multiplier of Knuth's MMIX generator. The
         # int64 product wraps around; its highest bits are mixed best.
@@ -645,7 +649,7 @@ class ModernGPT(nn.Module):
         c_q, c_k, c_v, mlp.c_fc   uniform, standard deviation
                                   0.5 / sqrt(columns)                  77 (q, k, v), 62 (c_fc)
                                   with equal_keys, last c_k is c_q     our own
-        c_proj, value_gate        zeros (c_proj: in the base classes)  62
+        c_proj, value_gate        zeros (c_proj: in its constructor)   62
         value_table               normal, standard deviation 0.01      70
         ngrams, lm_head           zeros                                62, 8
         input_weights             1.1 stream, 0 tokens, 0.1 n-grams    45, 62
@@ -671,9 +675,9 @@ class ModernGPT(nn.Module):
                 nn.init.normal_(block.attn.value_table.weight, std=0.01)
                 nn.init.zeros_(block.attn.value_gate.weight)
         if args.equal_keys:
-            # Queries of the last layer find earlier copies of their token from the first step on.
-            # Related: https://arxiv.org/abs/2305.09828
-            self.h[-1].attn.c_k.load_state_dict(self.h[-1].attn.c_q.state_dict())
+            # With its offset keys, the last layer finds what followed earlier copies of a token,
+            # from the first step on. Related: https://arxiv.org/abs/2305.09828
+            self.h[-1].attn.c_k.weight.data.copy_(self.h[-1].attn.c_q.weight)
 
     def forward(self, inputs, targets=None):
         """Return the loss or logits, with arguments and results as in GPT."""
@@ -695,7 +699,7 @@ class ModernGPT(nn.Module):
                 skip = x
             if layer.is_saved:
                 saved = x
-        x = x - self.backout_weight * saved  # backout: removes a learned share of this output
+        x = x - self.backout_weight * saved  # backout: subtracts a learned share of that output
         return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
 
 
@@ -727,8 +731,8 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     norms = (torch.linalg.vector_norm(row_norms, dim=-1) + 1e-7).float()  # () or (K,)
     if G.ndim == 3:
         norms = norms[:, None, None]
-    # A single bfloat16 matrix is divided in bfloat16, because its norm is 0-D. This is faster. A
-    # float32 matrix is rounded only once, after the division.
+    # A 0-D norm does not change the dtype: a single bfloat16 matrix is divided in bfloat16, because
+    # this is faster. A float32 matrix is rounded only once, after the division.
     X = (G.to(torch.promote_types(G.dtype, dtype)) / norms).to(dtype)
     is_tall = G.size(-2) > G.size(-1)
     X = X.mT if is_tall else X  # (m, n) with m <= n, or a stack
@@ -785,17 +789,18 @@ class Muon(torch.optim.Optimizer):
     momentum: decay of the moving average of gradients.
     weight_decay: decoupled, as in AdamW: a step multiplies entries by 1 - lr * weight_decay, except
       those whose update is exactly 0.
-    rank, world_size: this process's rank in process_group (None: the default group), and its size.
+    rank, world_size: the rank of this process in process_group, and the size of the group.
+    process_group: the ranks that share the work; None is the default group.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32.
     beta2: decay of NorMuon's moving averages, which even out the sizes of an update's rows
       (columns, if M < N). 0 disables NorMuon. Source: https://arxiv.org/abs/2510.05491
     cautious: decay only entries that the update moves towards zero.
     Raises ValueError if a parameter or a value is invalid.
 
-    Several ranks: gradients must already be summed or averaged over the ranks, and a parameter
+    With several ranks, gradients must already be summed or averaged over the ranks, and a parameter
     needs a gradient on all ranks or on none. Each matrix is orthogonalized by one rank, which sends
     the update to the others. Parameters may be DTensors with any placements, such as those created
-    by fully_shard; they require neither rank nor world_size. The state of a parameter is placed
+    by fully_shard; they require neither rank nor world_size. The momentum of a parameter is placed
     like the parameter. Without DTensors, the state_dict() of every rank is complete. With them,
     save it with torch.distributed.checkpoint.
 
@@ -854,15 +859,15 @@ class Muon(torch.optim.Optimizer):
                 if group["beta2"] and "row_squares" not in state:
                     M, N = matrix_shape(p)
                     state["row_squares"] = p.new_zeros((M, 1) if M >= N else (1, N))
-            self.update_whole(group, rank_costs)
+            self.update_replicated(group, rank_costs)
             self.update_dtensors(group)
         return loss
 
-    def update_whole(self, group, rank_costs):
-        """Collective: update the parameters of a group that every rank holds as a whole.
+    def update_replicated(self, group, rank_costs):
+        """Collective: update the parameters of a group that every rank holds in full.
 
         Each rank orthogonalizes the matrices of some stacks and writes the updates into a buffer.
-        The other parts of its buffer are 0, so that a sum over the ranks gives every rank the exact
+        The other parts of its buffer are 0, so a sum over the ranks gives every rank the exact
         updates. The update of a parameter without a gradient is 0.
         """
         stacks = stacks_of([p for p in group["params"] if not is_dtensor(p)])
@@ -872,27 +877,23 @@ class Muon(torch.optim.Optimizer):
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         updates = {p: slot.view(matrix_shape(p)) for p, slot in zip(params, buffer.split(sizes))}
-        mine = set()  # the parameters whose updates this rank computes
         for stack in stacks:
             owner = rank_costs.index(min(rank_costs))
             rank_costs[owner] += len(stack) * matrix_cost(stack[0])
-            with_gradient = [p for p in stack if p.grad is not None]
-            for p in with_gradient:
+            stack = [p for p in stack if p.grad is not None]
+            for p in stack:
                 self.update_momentum(p, group)  # on every rank, so that its state is complete
-            if owner == self.rank:
-                mine.update(stack)
-                self.write_updates(with_gradient, group, updates)
+            if stack and owner == self.rank:
+                self.write_updates(stack, group, updates)
         if self.world_size > 1:
             dist.all_reduce(buffer, group=self.process_group)
         for p, update in updates.items():
+            if group["beta2"] and p.grad is not None:
+                equalize_rows(update, self.state[p]["row_squares"], group["beta2"])
             self.apply_update(p, update.view(p.shape), group)
-        if group["beta2"] and self.world_size > 1:
-            self.share_averages(params, mine)
 
     def write_updates(self, stack, group, updates):
         """Write the orthogonalized directions of a stack into updates, {parameter: (M, N)}."""
-        if not stack:
-            return
         shape = (len(stack), *matrix_shape(stack[0]))
         directions = torch.empty(shape, dtype=self.dtype, device=stack[0].device)
         for p, direction in zip(stack, directions):
@@ -902,20 +903,6 @@ class Muon(torch.optim.Optimizer):
         results = zeropower_via_newtonschulz5(directions, self.dtype)
         for p, result in zip(stack, results.reshape(shape)):
             updates[p].copy_(result)
-            if group["beta2"]:
-                normalize_rows(updates[p], self.state[p]["row_squares"], group["beta2"])
-
-    def share_averages(self, params, mine):
-        """Collective: send NorMuon's averages from the ranks that updated them to all ranks."""
-        averages = [self.state[p]["row_squares"] for p in params]
-        for p, average in zip(params, averages):
-            if p not in mine:
-                average.zero_()  # so that the sum over ranks is exact
-        buffer = torch.cat([average.flatten() for average in averages])
-        dist.all_reduce(buffer, group=self.process_group)
-        slots = buffer.split([average.numel() for average in averages])
-        for average, slot in zip(averages, slots):
-            average.copy_(slot.view_as(average))
 
     def update_dtensors(self, group):
         """Collective: update the DTensors of a group.
@@ -937,12 +924,13 @@ class Muon(torch.optim.Optimizer):
             for direction, update in zip(whole.to_local(), updates.to_local()):
                 result = zeropower_via_newtonschulz5(direction.flatten(1), self.dtype)
                 update.copy_(result.view(update.shape))
-            if group["beta2"]:
-                shards = torch.stack([self.state[p]["row_squares"] for p in stack])
-                averages = shards.redistribute(placements=one_per_rank)
-                for update, average in zip(updates.to_local(), averages.to_local()):
-                    normalize_rows(update.flatten(1), average, group["beta2"])
-                for p, average in zip(stack, averages.redistribute(placements=shards.placements)):
+            if group["beta2"]:  # the averages are whole on every rank; each rank updates its part
+                averages = torch.stack([self.state[p]["row_squares"] for p in stack])
+                my_averages = averages.redistribute(placements=one_per_rank)
+                for update, average in zip(updates.to_local(), my_averages.to_local()):
+                    equalize_rows(update.flatten(1), average, group["beta2"])
+                averages = my_averages.redistribute(placements=averages.placements)
+                for p, average in zip(stack, averages):
                     self.state[p]["row_squares"].copy_(average)
             for p, update in zip(stack, updates.redistribute(placements=directions.placements)):
                 self.apply_update(p, update, group)
@@ -956,7 +944,7 @@ class Muon(torch.optim.Optimizer):
         return torch.lerp(p.grad, self.state[p]["momentum_buffer"], group["momentum"])
 
     def apply_update(self, p, update, group):
-        """Apply weight decay to p, then add an update of its shape and placement, scaled."""
+        """Apply weight decay to p, then subtract the scaled update, placed and shaped like p."""
         if group["weight_decay"]:
             # Where the update is 0, for example without a gradient, nothing decays.
             decay_mask = p * update > 0 if group["cautious"] else update != 0
@@ -996,17 +984,18 @@ def matrix_shape(p):
 
 
 def matrix_cost(p):
-    """Return the relative cost of orthogonalizing a matrix, accurate to 25%."""
+    """Return the relative cost of orthogonalizing a matrix, by either variant, within 25%."""
     m, n = sorted(matrix_shape(p))
-    return m * m * (2 * m + n)  # (m, m) @ (m, m), and (m, m) @ (m, n)
+    return m * m * (2 * m + n)
 
 
-def normalize_rows(update, average, beta2):
+def equalize_rows(update, average, beta2):
     """Divide the rows of an update by moving averages of their sizes; keep its norm (NorMuon).
 
-    update: (M, N), changed in place. average: moving average of each row's mean square, (M, 1), or
-    of each column's, (1, N), if M < N; updated in place. It starts at 0, so it is too small at
-    first, by the same factor for all rows. Keeping the norm of the update cancels this factor.
+    update: (M, N), changed in place. If M < N, its columns take the place of its rows. average:
+    moving average of each row's mean square, (M, 1), or (1, N); updated in place. It starts at 0,
+    so it is too small at first, by the same factor for all rows. Keeping the norm of the update
+    cancels this factor.
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
@@ -1020,10 +1009,10 @@ def normalize_rows(update, average, beta2):
 def stacks_of(params):
     """Split params into stacks of matrices of one shape, the costliest first.
 
-    The matrices of a stack are orthogonalized by batched matmuls: up to eight, with at most 2**20
-    entries in total. A larger matrix forms its own stack. Stacks must not depend on the number of
-    ranks, because the size of a batched matmul can change the last bits. For DTensors, a stack has
-    one matrix for each rank.
+    A stack holds up to eight matrices, with at most 2**20 entries in total, which are multiplied
+    together. A larger matrix forms its own stack. Stacks must not depend on the number of ranks,
+    because the size of a batched matmul can change the last bits. For DTensors, a stack has one
+    matrix for each rank.
     """
     alike = {}
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
@@ -1053,7 +1042,8 @@ def shard_size(path):
     expected = [20240520, 1, tokens] + [0] * (HEADER_BYTES // 4 - 3)
     if tokens <= 0 or odd_bytes or header.tolist() != expected:
         found = f"{path} is not a complete shard (it begins with {header.tobytes()[:30]})"
-        fix = "download it again (a pointer by `git lfs pull`), or repack it with data/pack.py"
+        fix = "download it again (a Git LFS pointer: run `git lfs pull`), or repack it with "
+        fix += "data/pack.py"
         raise UserError(f"{found}: {fix}")
     return tokens
 
@@ -1062,7 +1052,8 @@ class TokenStream:
     """The tokens of all shards that match a glob, laid end to end in name order, and repeated.
 
     Only the file's name may be a pattern. The files stay open, so replacing one does not affect the
-    run. Raises UserError if one is missing or incomplete, or has a token outside the vocabulary.
+    run. Raises UserError if no file matches, or one is incomplete or has a token outside the
+    vocabulary.
     """
 
     def __init__(self, pattern, vocab_size):
@@ -1210,7 +1201,7 @@ def apply_schedule(model, optimizers, step, args):
 
 
 def build_optimizers(model, args):
-    """Return the optimizers of a model. Each steps once in group["every"] steps (default: 1)."""
+    """Return the optimizers of a model. Their attribute `every` is explained in train_step."""
     build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
     muon_options = dict(momentum=args.muon_momentum, dtype=model.dtype)
     muon_options |= dict(rank=get_rank(), world_size=get_world_size())
@@ -1267,8 +1258,8 @@ def modern_optimizers(model, args, muon_options):
     others = [torch.optim.AdamW(adamw_groups, eps=1e-10, weight_decay=0, fused=True)]
     if ngrams:
         others.append(torch.optim.Adagrad(ngrams, args.ngram_learning_rate))
-    for group in [group for optimizer in others for group in optimizer.param_groups]:
-        group["every"] = args.adamw_every
+    for optimizer in others:
+        optimizer.every = args.adamw_every
     return [muon, *others]
 
 
@@ -1284,11 +1275,11 @@ def micro_batches(inputs, targets, size):
 
 
 def train_step(run, inputs, targets):
-    """Collective: do one optimizer step. Return {name: 0-D tensor}, which the log shows.
+    """Collective: do one optimizer step. Return {name: 0-D tensor}: loss, must_stop, more to log.
 
     inputs, targets: (B, T) int64, this rank's part of the batch, which is split into micro-batches
-    of at most device_batch_size sequences. On a GPU, this only launches work: nothing here waits
-    for the device.
+    of at most device_batch_size sequences. must_stop: how many ranks were asked to stop the run. On
+    a GPU, this only launches work: nothing here waits for the device.
     """
     sequences = len(inputs) * get_world_size()
     loss = 0.0
@@ -1297,8 +1288,8 @@ def train_step(run, inputs, targets):
         micro_loss = run.model(x, y) * (rows / sequences)
         micro_loss.backward()
         loss += micro_loss.detach()
-    # An optimizer that is not due in this step keeps accumulating its gradients.
-    due = [o for o in run.optimizers if (run.step + 1) % o.param_groups[0].get("every", 1) == 0]
+    # An optimizer with every=n is due in every n-th step. Until then, it accumulates gradients.
+    due = [o for o in run.optimizers if (run.step + 1) % getattr(o, "every", 1) == 0]
     sum_gradients(due)
     # This is the place to clip gradients or take their norm: those of `due` are complete now.
     for optimizer in due:
@@ -1355,15 +1346,13 @@ def train(run):
     args, first_step = run.args, run.step
     batch = run.train_loader.batch(run.step)
     while run.step < args.num_iterations:
-        must_validate = args.val_loss_every and run.step % args.val_loss_every == 0
-        must_save = args.save_every and run.step % args.save_every == 0 and run.step > first_step
         # Stop only after an update of AdamW: checkpoints do not hold accumulated gradients.
         if run.stopped and run.step % args.adamw_every == 0:
             break
         apply_schedule(run.model, run.optimizers, run.step, args)
-        if must_validate:
+        if args.val_loss_every and run.step % args.val_loss_every == 0:
             validate(run)
-        if must_save:
+        if args.save_every and run.step % args.save_every == 0 and run.step > first_step:
             save_checkpoint(run)
         results = train_step(run, *batch)
         run.step += 1
@@ -1418,7 +1407,7 @@ class Run:
 
 
 def set_up(args, stop):
-    """Collective: return the Run that args describe, at step 0. It writes no file."""
+    """Collective: return the Run that args describe, at step 0. Writes no files."""
     device = join_ranks(args)
     configure_backend(args, device)
     train_loader, validation, val_tokens, data_facts = open_data(args, device)
@@ -1426,25 +1415,24 @@ def set_up(args, stop):
     run_id = from_rank_0(run_id)
     dtype = choose_dtype(args, device)
     args = dataclasses.replace(args, dtype=dtype, run_id=run_id, val_tokens=val_tokens)
-    facts = settings_with_role(args, "architecture", "training", "growing") | data_facts
     versions = dict(torch=torch.__version__, source=digest(SOURCE))
-    check_ranks_agree(vars(args) | facts | versions, "start all ranks in the same way")
+    check_ranks_agree(vars(args) | data_facts | versions, "start all ranks in the same way")
     torch.manual_seed(args.seed)
     model = build_model(args, getattr(torch, dtype)).to(device)
     optimizers = build_optimizers(model, args)
+    facts = settings_with_role(args, "architecture", "training", "growing") | data_facts
     facts["optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     facts["initial_weights"] = args.init or "new"
     return Run(args, device, model, optimizers, train_loader, validation, facts, Log(args), stop)
 
 
 def main(args, stop=None):
-    """Train a GPT as configured by args; return the last validation loss.
+    """Collective: train a GPT as configured by args; return the last validation loss.
 
     stop: a StopRequest, obeyed after each step. Returns None if it stopped the run, or if the run
     had already finished.
     """
     run = set_up(args, stop or StopRequest())
-    run.log(f"training {type(run.model).__name__} with {run.facts['optimizers']}")
     claim_folder(run)
     if is_finished(run):
         run.log(f"{run.folder} holds the result of this run; nothing to do")
@@ -1452,8 +1440,7 @@ def main(args, stop=None):
         return None
     restore(run)
     log_header(run)
-    # A run that starts from another run's file saves a checkpoint at once, so that --resume=auto
-    # finds one of its own.
+    # --resume=auto must continue from the right weights, even if the command no longer names them.
     starts_elsewhere = run.start and not is_own(run, run.start)
     if starts_elsewhere and not save_checkpoint(run):
         raise UserError("the first checkpoint was not written: free disk space, then start again")
@@ -1480,14 +1467,14 @@ def finish(run):
         raise UserError(f"the run diverged (val_loss={run.val_loss}): lower the learning rates")
     if run.args.save_every:
         save_checkpoint(run)  # to continue with a larger num_iterations
-    if not save(run, "weights"):
+    if not save(run, "model.unfinished"):
         raise UserError("the weights were not written: free disk space, then resume or start again")
     log_summary(run)
     if run.log.unwritten:
         save_checkpoint(run)
         raise UserError(f"{run.log.path} lacks the result: free disk space, then resume the run")
     if get_rank() == 0:
-        os.replace(run.folder / "weights", run.folder / "model.pt")
+        os.replace(run.folder / "model.unfinished", run.folder / "model.pt")
 
 
 def save_and_stop(run):
@@ -1545,7 +1532,7 @@ def check_settings(args):
 
 def is_off(value):
     """Return whether this value of a setting switches off others that need it."""
-    return value in ("gpt2", 0)
+    return value == "gpt2" or not value
 
 
 def settings_with_role(args, *roles):
@@ -1558,10 +1545,12 @@ def parse_args(argv):
     """Return the Hyperparameters specified by arguments such as --n_layer=6."""
     given = vars(build_parser().parse_args(argv))  # only what was passed
     settings = vars(Hyperparameters()) | PRESETS[given.pop("preset")][1] | given
-    for field in dataclasses.fields(Hyperparameters):  # what a setting needs comes before it
+    # A setting without effect is refused later if it was passed, but reset if a preset set it. What
+    # a setting needs is declared before it.
+    for field in dataclasses.fields(Hyperparameters):
         needed = field.metadata.get("needs")
         if needed and is_off(settings[needed]) and field.name not in given:
-            settings[field.name] = field.default  # the preset's value would have no effect
+            settings[field.name] = field.default
     if "vocab_size" not in given:
         size = read_manifest(settings["train_files"]).get("vocab_size", settings["vocab_size"])
         if isinstance(size, int) and size > 1024:  # larger than the vocabulary of bytes, 257
@@ -1612,7 +1601,7 @@ def build_parser():
 
 # ---- Machinery: data files -----------------------------------------------------------------------
 def read_manifest(files):
-    """Return the manifest beside the shards: their vocab_size and encoding, or {} if unknown."""
+    """Return the manifest beside the shards, which may hold vocab_size and encoding, or {}."""
     path = Path(files).parent / "manifest.json"
     if (path.parent / ".pack").exists():  # exists while data/pack.py replaces shards
         raise UserError(f"{path.parent} is being packed, or packing was interrupted: pack it again")
@@ -1668,7 +1657,7 @@ def open_data(args, device):
     if len({*train_data, *val_data}) < len(train_data) + len(val_data):
         fix = "remove the copy, and keep train and val apart"
         raise UserError(f"two shards of train_files and val_files have equal checksums: {fix}")
-    encoding = read_manifest(args.train_files).get("encoding")  # None for other shards
+    encoding = read_manifest(args.train_files).get("encoding")  # None without a manifest
     val_encoding = read_manifest(args.val_files).get("encoding")
     if None not in (encoding, val_encoding) and encoding != val_encoding:
         raise UserError(f"train_files are encoded as {encoding}, but val_files as {val_encoding}")
@@ -1748,7 +1737,8 @@ def compile_model(run):
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
-    targets = torch.zeros_like(inputs)  # the same tensor twice would specialize the graph
+    # One tensor as both arguments would compile a graph that assumes that they are the same.
+    targets = torch.zeros_like(inputs)
     try:
         with torch.no_grad():
             run.model.eval()(inputs, targets)
@@ -1792,7 +1782,7 @@ def get_world_size():
 
 
 def join_ranks(args):
-    """Join the process group of torchrun, if there is one; return the torch.device of this rank."""
+    """Collective: join torchrun's process group, if any. Return this rank's torch.device."""
     device = choose_device(args)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -1818,7 +1808,7 @@ def join_ranks(args):
 
 
 def leave_ranks():
-    """Leave the process group, if there is one."""
+    """Collective: leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
         # gloo's threads outlive the group. Let them release the tensors of the last collective, or
@@ -1851,10 +1841,11 @@ def check_ranks_agree(facts, fix):
 
 def check_weights_agree(model):
     """Collective: raise UserError on a rank whose weights differ from those of rank 0."""
-    bits = [p.detach().float().view(torch.int32) for p in model.parameters()]
-    # The sum of the bit patterns, modulo 2**32
-    checksum = sum(values.sum(dtype=torch.int32) for values in bits).item()
-    check_ranks_agree(dict(weights=checksum), "check the hardware, and resume from a checkpoint")
+    checksum = 0  # the sum of the bit patterns, modulo 2**32
+    for p in model.parameters():
+        checksum = checksum + p.detach().float().view(torch.int32).sum(dtype=torch.int32)
+    fix = "check the hardware, and resume from a checkpoint"
+    check_ranks_agree(dict(weights=checksum.item()), fix)
 
 
 class StopRequest:
@@ -1865,7 +1856,7 @@ class StopRequest:
         self.signal_time = None  # when the first signal arrived
 
     def catch_signals(self):
-        """Handle the signals of users and batch systems, unless ignored already, e.g. by nohup."""
+        """Handle the signals of users and batch systems, except those already ignored (nohup)."""
         for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -1900,7 +1891,7 @@ class Log:
         self.header = b""  # what log_header wrote
         self.unwritten = b""  # what did not fit on the disk
         self.seconds = Counter()  # spent in each phase
-        self.phase = "setup"
+        self.phase = "setup"  # everything outside of `timed` counts as setup
         self.last_update = START
 
     def __call__(self, line, hidden=""):
@@ -1913,8 +1904,8 @@ class Log:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 print(line, flush=True)
 
-    def open(self):
-        """Start to write to the file. Drops an incomplete last line."""
+    def start_file(self):
+        """Start writing to the file. Drops an incomplete last line."""
         with open(self.path, "ab") as file:
             file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
         self.is_open = True
@@ -1939,7 +1930,7 @@ class Log:
     def progress(self, step, name, loss, others):
         """Log a loss after `step` steps, with the training time so far.
 
-        others: {name: value} of further results.
+        others: further results, as {name: value}.
         """
         self.update_seconds()
         ms = 1000 * self.seconds["train"]
@@ -1980,6 +1971,7 @@ def log_header(run):
     workers = f"processes:{get_world_size()} threads:{torch.get_num_threads()}"
     data = f"train_data:{run.facts['train_data']} val_data:{run.facts['val_data']}"
     shown = [
+        f"training {type(run.model).__name__} with {run.facts['optimizers']}",
         f"torch:{torch.__version__} commit:{commit} device:{device_name(run.device)} {workers}",
         f"matmul_dtype:{args.dtype} micro_batch:{run.micro_batch_size}",
         f"val_tokens:{args.val_tokens} train_tokens:{run.train_loader.stream.total_tokens} {data}",
@@ -2030,7 +2022,7 @@ def save(run, name, **more):
     state |= dict(hyperparameters=vars(run.args), facts=run.facts, source=digest(SOURCE))
     state |= dict(threads=torch.get_num_threads())
     state |= dict(model=run.model.state_dict()) | more
-    for value in tree_leaves(state):
+    for value in tree_leaves(state):  # on all ranks, so that all of them raise
         if isinstance(value, torch.Tensor) and not value.isfinite().all():
             fix = "lower the learning rates"
             raise UserError(f"{path} was not written, because a value is not finite: {fix}")
@@ -2060,7 +2052,7 @@ def save_checkpoint(run):
     if not save(run, path.name, optimizers=states, train_seconds=run.log.seconds["train"]):
         return False
     if get_rank() == 0:
-        # A later step can only have a damaged checkpoint, which resuming skipped. Do not count it.
+        # Checkpoints of later steps were skipped on resume, as damaged. They do not count.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
             with contextlib.suppress(OSError):
@@ -2100,7 +2092,7 @@ def read_pt(path):
 def claim_folder(run):
     """On rank 0, create and lock the run's folder, and open the log.
 
-    The lock is on the file run.lock and lasts until this process ends. Raises UserError if the
+    The lock is on the file run.lock and lasts until run.lock is closed. Raises UserError if the
     folder is not a run's, is in use, or holds weights that this run would replace.
     """
     if get_rank() != 0:
@@ -2120,11 +2112,11 @@ def claim_folder(run):
     # Look only now: until the lock was taken, another process may have trained this run.
     if run.args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
-    run.log.open()
+    run.log.start_file()
 
 
 def is_finished(run):
-    """Collective: return whether the folder holds the result of this run, after all its steps."""
+    """Collective: return whether the folder holds weights of this run after num_iterations."""
     result, steps = run.folder / "model.pt", 0
     if get_rank() == 0 and result.exists():
         state = read_pt(result)
@@ -2209,15 +2201,15 @@ def check_same(run, facts, state, path):
     """
     if state.get("source", digest(SOURCE)) != digest(SOURCE):
         run.log(f"warning: the script has changed since it saved {path}")
-    # Facts that the file lacks are None; settings that it lacks have their defaults.
-    saved = dict.fromkeys(facts) | vars(Hyperparameters()) | state["facts"]
+    defaults = vars(Hyperparameters())
     may_grow = settings_with_role(run.args, "growing")
     different = []
     for name, value in facts.items():
-        is_same = value == saved[name] or None in (value, saved[name])
-        has_grown = name in may_grow and value > saved[name]
+        saved = state["facts"].get(name, defaults.get(name))  # a new setting has its default
+        is_same = value == saved or None in (value, saved)
+        has_grown = name in may_grow and value > saved
         if not is_same and not has_grown:
-            different.append(f"{name}={saved[name]} (here {value})")
+            different.append(f"{name}={saved} (here {value})")
     if different:
         differences = ", ".join(different)
         raise UserError(f"{path} was saved with {differences}: use the same settings and data")

@@ -517,7 +517,7 @@ def test_ranks_share_the_cost_as_well_as_possible(n_layer, C):
             patch.setattr(dist, "all_reduce", lambda *arguments, **options: None)
             muon = Muon(params, lr=0.1, world_size=ranks)
             with torch.no_grad():
-                muon.update_whole(muon.param_groups[0], costs)
+                muon.update_replicated(muon.param_groups[0], costs)
         # A square matrix costs three units of C^3, a rectangular one six.
         assert sum(costs) == 24 * n_layer * C**3
         assert max(costs) <= 3 * C**3 * max(2, math.ceil(8 * n_layer / ranks))

@@ -345,7 +345,7 @@ def test_a_failed_write_ends_its_phase_and_the_log_loses_nothing(
         raise full
     assert log.phase == "setup"
     log.path = tmp_path / "full.txt"
-    log.open()
+    log.start_file()
 
     def opened(write):  # what open returns while log.path is on a full disk
         file = open(log.path, "ab", buffering=0)

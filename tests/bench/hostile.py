@@ -55,7 +55,7 @@ sys.settrace(trace)"""
 MACHINERY = [
     "main", "claim_folder", "is_finished", "restore",
     "newest_checkpoint", "load_checkpoint", "check_same", "save", "save_checkpoint", "finish",
-    "save_and_stop", "log_header", "log_summary", "open", "write", "validate",
+    "save_and_stop", "log_header", "log_summary", "start_file", "write", "validate",
 ]  # fmt: skip
 
 
