@@ -888,7 +888,7 @@ class Muon(torch.optim.Optimizer):
         if self.world_size > 1:
             dist.all_reduce(buffer, group=self.process_group)
         for p, update in updates.items():
-            if group["beta2"] and p.grad is not None:
+            if group["beta2"]:
                 equalize_rows(update, self.state[p]["row_squares"], group["beta2"])
             self.apply_update(p, update.view(p.shape), group)
 
@@ -999,9 +999,10 @@ def equalize_rows(update, average, beta2):
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
-    average.lerp_(squares.type_as(average), 1 - beta2)
-    scale = average.float().clamp(min=1e-10).rsqrt()
     old = squares.sum()
+    next_average = average.lerp(squares.type_as(average), 1 - beta2)
+    average.copy_(torch.where(old > 0, next_average, average))  # without a gradient, it stays
+    scale = average.float().clamp(min=1e-10).rsqrt()
     new = (squares * scale.square()).sum().clamp(min=1e-20)
     update.mul_(scale * (old / new).sqrt())
 
