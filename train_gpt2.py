@@ -334,36 +334,33 @@ class GPT(nn.Module):
         x = self.wte(inputs).to(self.dtype)  # (B, T, C)
         for block in self.h:
             x = block(x)
-        return loss_or_logits(norm(x), self.lm_head.weight, targets)
+        return loss_or_logits(norm(x), self.lm_head, targets)
 
 
-def loss_or_logits(x, weight, targets=None, softcap=0.0):
+def loss_or_logits(x, head, targets=None, softcap=0.0):
     """Return the mean cross-entropy, or the logits, (B, T, V), if targets is None.
 
-    x: (B, T, C). weight: (V, C), of the output head. targets: (B, T). softcap: see compute_logits.
+    x: (B, T, C). head: a CastedLinear, C to V. targets: (B, T). softcap: see capped.
     """
     if targets is None:
-        return compute_logits(x, weight.type_as(x), softcap)
+        return capped(head(x), softcap)
     x, targets = x.flatten(0, 1), targets.flatten()
     needs_grad = torch.is_grad_enabled()  # read here, because grad mode is off inside forward
-    return ChunkedCrossEntropy.apply(x, weight, targets, softcap, needs_grad)
+    return ChunkedCrossEntropy.apply(x, head.weight, targets, softcap, needs_grad)
 
 
-def compute_logits(x, weight, softcap):
-    """Return float32 logits (..., V) of hidden states x (..., C), for training and inference.
-
-    softcap: s > 0 maps the logits z to s * tanh(z / s). 0 disables it.
-    """
-    logits = F.linear(x, weight).float()
+def capped(logits, softcap):
+    """Return logits, (..., V), in float32. softcap: s > 0 maps them to s * tanh(logits / s)."""
+    logits = logits.float()
     if softcap:
-        # This is softcap * tanh(logits / softcap), written so that inductor fuses it well.
+        # The same function as tanh, written so that inductor fuses it well.
         logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
     return logits
 
 
 def chunk_loss(x, weight, targets, softcap, count):
     """Return the summed cross-entropy of some tokens, divided by count."""
-    logits = compute_logits(x, weight, softcap)
+    logits = capped(F.linear(x, weight), softcap)
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / count
 
 
@@ -700,7 +697,7 @@ class ModernGPT(nn.Module):
             if layer.is_saved:
                 saved = x
         x = x - self.backout_weight * saved  # backout: subtracts a learned share of that output
-        return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
+        return loss_or_logits(norm(x), self.lm_head, targets, LOGIT_SOFTCAP)
 
 
 def build_model(args, dtype):

@@ -153,6 +153,19 @@ def gpt2_vocabulary(monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
 
 
+@pytest.fixture(scope="session")
+def modules_cache(tmp_path_factory):
+    """Let transformers keep its copies of a model's code in a temporary folder."""
+    import transformers
+
+    folder = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_MODULES_CACHE", folder)  # for other processes
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", folder)
+        patch.setattr(sys, "path", [*sys.path])
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--cuda_tests_on", default="cuda", choices=("cuda", "cpu"),

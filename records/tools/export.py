@@ -2,9 +2,10 @@
 
     bash run.sh export --out DIR [--weights logs/RUN]
 
-DIR must be new or empty. It gets the weights in float32, the model's code for transformers, the
-tokenizer of the training data and a model card. Before DIR is created, transformers loads the
-export: its logits must match those of train_gpt2.py, and its token ids those of the encoding.
+DIR must be new or empty. It gets the weights in float32, train_gpt2.py, the code that adapts its
+model to transformers, the tokenizer of the training data and a model card. Before DIR is created,
+transformers loads the export: its logits must be those of the weights, and its token ids those of
+the encoding.
 To publish DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 """
 
@@ -21,17 +22,14 @@ with packages():
     import torch
     import transformers
     import weights
-    from modeling_gpt2_speedrun import LOWEST_VERSION, GPT2SpeedrunConfig, GPT2SpeedrunForCausalLM
+    from safetensors.torch import save_file
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
 PADDING_BYTE = b"\xff"  # occurs in no text in UTF-8, so its token is free for PADDING
 PRIVATE = ("log_dir", "run_id", "resume", "init")  # settings that do not describe the model
-
-# These make save_pretrained copy the model's code and name it in config.json.
-GPT2SpeedrunConfig.register_for_auto_class()
-GPT2SpeedrunForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+MODELING = "modeling_gpt2_speedrun"  # the module that adapts the model to transformers
 
 
 # ---- Tokenizer and model ------------------------------------------------------------------------
@@ -59,30 +57,33 @@ def tokenizer_of(encoding, sequence_length):
     )
 
 
-def model_of(gpt, args, encoding):
-    """Return a model of train_gpt2.py as a transformers model, with float32 weights.
-
-    Raises UserError if modeling_gpt2_speedrun.py lacks a parameter of the model.
-    """
-    is_tied = args.model == "gpt2"
+def write_model(folder, gpt, args, encoding):
+    """Write the code, the settings and the float32 weights of a model of train_gpt2.py."""
+    shutil.copy(Path(__file__).with_name(f"{MODELING}.py"), folder)
+    (folder / "train_gpt2.py").write_text(weights.train_gpt2.SOURCE, encoding="utf-8")
     pad_token = encoding.encode_single_token(PADDING_BYTE)
     generation = dict.fromkeys(("bos_token_id", "eos_token_id"), encoding.eot_token)
-    generation |= dict(pad_token_id=pad_token, use_cache=args.model == "gpt2")
-    names = vars(args).keys() & GPT2SpeedrunConfig.__annotations__
-    settings = {name: getattr(args, name) for name in names} | generation
-    model = GPT2SpeedrunForCausalLM(GPT2SpeedrunConfig(**settings, tie_word_embeddings=is_tied))
-    parameters = dict(gpt.named_parameters(remove_duplicate=False))  # with both names of a tied one
-    missing = parameters.keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-    if missing:
-        names = ", ".join(f"{name} {tuple(parameters[name].shape)}" for name in sorted(missing))
-        raise weights.UserError(
-            f"records/tools/modeling_gpt2_speedrun.py lacks {names}: add these parameters, and use "
-            f"them as {type(gpt).__name__} in train_gpt2.py does"
-        )
-    model.load_state_dict(parameters)
+    generation |= dict(pad_token_id=pad_token, use_cache=False)
     unused = [pad_token, *range(encoding.n_vocab, args.vocab_size)]  # ids that occur in no text
-    model.generation_config = transformers.GenerationConfig(**generation, suppress_tokens=unused)
-    return model
+    generation_config = transformers.GenerationConfig(**generation, suppress_tokens=unused)
+    generation_config.save_pretrained(folder)
+    config = dict(
+        model_type="gpt2_speedrun",
+        architectures=["GPT2SpeedrunForCausalLM"],
+        auto_map=dict(
+            AutoConfig=f"{MODELING}.GPT2SpeedrunConfig",
+            AutoModelForCausalLM=f"{MODELING}.GPT2SpeedrunForCausalLM",
+        ),
+        dtype="float32",
+        tie_word_embeddings=args.model == "gpt2",
+        sequence_length=args.sequence_length,
+    )
+    config |= weights.train_gpt2.settings_with_role(args, "architecture") | generation
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    tensors = {f"gpt.{name}": tensor for name, tensor in gpt.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors makes a file that only its owner can read.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 def card_of(name, args, state, encoding, parameters):
@@ -110,8 +111,10 @@ single-file GPT-2 speedrun.
 - Encoding: `{encoding.name}`, with {encoding.n_vocab:,} ids. Each document begins with
   `{END_OF_TEXT}`.
 - Unlike OpenAI's GPT-2, the model has rotary positions, RMSNorm without a gain, normalized queries
-  and keys, ReLU^2 and no biases. `modeling_gpt2_speedrun.py` in this folder defines it.
-- Works with transformers {LOWEST_VERSION} to {transformers.__version__}; refuses older versions.
+  and keys, ReLU^2 and no biases. `train_gpt2.py` in this folder defines it, and
+  `{MODELING}.py` adapts it to transformers.
+- There is no cache of keys and values: each generated token costs a pass over the whole text.
+- Works with transformers 4.57.1 to {transformers.__version__}; refuses older versions.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -124,11 +127,12 @@ outputs = model.generate(**inputs, max_new_tokens=20, do_sample=True, top_k=40)
 print(tokenizer.decode(outputs[0], skip_special_tokens=True))
 ```
 
-`trust_remote_code=True` runs the Python file in this folder: read it first.
+`trust_remote_code=True` runs the two Python files in this folder: read them first.
 
-Several texts may be padded or packed into a row, with `position_ids` that restart at 0. If
-`tie_word_embeddings` is true in config.json, `wte` is also the output head, `lm_head`, and peft
-cannot merge a LoRA of only one of them.
+Several texts may be padded or packed into a row, with `position_ids` that restart at 0. They are
+computed one after another, unless padding is on the right. If `tie_word_embeddings` is true in
+config.json, `wte` is also the output head, `lm_head`, and peft cannot merge a LoRA of only one of
+them.
 
 The settings of the run:
 
@@ -141,7 +145,7 @@ The settings of the run:
 # ---- Folder -------------------------------------------------------------------------------------
 @torch.no_grad()
 def check(folder, gpt, args, encoding):
-    """Return the largest difference between the logits of the export and those of train_gpt2.py.
+    """Return the largest difference between the logits of the export and those of gpt.
 
     Raises ValueError if it exceeds rounding errors, or if the ids of a text differ.
     """
@@ -150,28 +154,16 @@ def check(folder, gpt, args, encoding):
     ids = tokenizer.encode(text, verbose=False)
     equal = ids == encoding.encode_ordinary(text) and tokenizer.eos_token_id == encoding.eot_token
     require(equal, f"the exported tokenizer gives different ids from {encoding.name}")
-    model = GPT2SpeedrunForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    length = args.sequence_length
-    inputs = torch.randint(args.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    inputs[1, : len(ids)] = torch.tensor(ids[:length])  # contains n-grams that occur in texts
-    inputs[1, length // 2] = encoding.eot_token  # starts a document
-    # The logits of a long sequence may not fit into memory, so they are computed in parts.
-    returns_hidden = patch.object(weights.train_gpt2, "loss_or_logits", lambda *head: head)
-    largest_difference = 0.0
-    for row in inputs.split(1):
-        with returns_hidden, patch.object(model, "logits", lambda x: x):
-            x, *head = gpt(row)
-            exported_x = model(row).logits
-        for part, exported_part in zip(x.split(1024, dim=1), exported_x.split(1024, dim=1)):
-            expected = weights.train_gpt2.loss_or_logits(part, *head)
-            difference = (model.logits(exported_part) - expected).abs().max().item()
-            require(
-                difference <= 1e-5 * max(1, expected.abs().max().item()),  # False for NaN
-                f"the exported logits differ from those of train_gpt2.py by {difference:.2g}: edit "
-                f"modeling_gpt2_speedrun.py like {type(gpt).__name__}; nan: the run diverged",
-            )
-            largest_difference = max(largest_difference, difference)
-    return largest_difference
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    inputs = torch.tensor([[encoding.eot_token, *ids][: args.sequence_length]])
+    expected = gpt(inputs)
+    difference = (model(inputs).logits - expected).abs().max().item()
+    require(
+        difference <= 1e-5 * max(1, expected.abs().max().item()),  # False for NaN
+        f"the exported logits differ from those of train_gpt2.py by {difference:.2g}: a setting "
+        'that changes the model needs the role "architecture"; nan: the run diverged',
+    )
+    return difference
 
 
 def export(path, out, encoding_name=""):
@@ -180,16 +172,15 @@ def export(path, out, encoding_name=""):
     require(is_free, f"{out} exists: give a new or an empty folder")
     gpt, args, state = weights.load(path, dtype=torch.float32)
     encoding = weights.encoding_of(state, args, encoding_name)
-    model = model_of(gpt, args, encoding)
-    card = card_of(out.name, args, state, encoding, model.num_parameters())
+    parameters = sum(parameter.numel() for parameter in gpt.parameters())
+    card = card_of(out.name, args, state, encoding, parameters)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, suffix=".partial") as folder:
         export_folder = Path(folder, "export")
-        model.save_pretrained(export_folder)
+        export_folder.mkdir()
+        write_model(export_folder, gpt, args, encoding)
         tokenizer_of(encoding, args.sequence_length).save_pretrained(export_folder)
         (export_folder / "README.md").write_text(card, encoding="utf-8")
-        # safetensors makes a file that only its owner can read.
-        shutil.copymode(export_folder / "config.json", export_folder / "model.safetensors")
         difference = check(export_folder, gpt, args, encoding)
         os.rename(export_folder, out)
     return f"{path} -> {out}; its logits differ from train_gpt2.py's by at most {difference:.1g}"
