@@ -65,22 +65,23 @@ else:
 fi
 
 # ---- Data
-# Succeed if the manifest in data/torch_sources lists the CPU record's data.
-lists_record_data() {
+# Succeed if data/torch_sources is complete and its manifest lists the CPU record's data.
+holds_record_data() {
     local manifest=data/torch_sources/manifest.json
-    grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 $manifest &&
+    [ ! -e data/torch_sources/.pack ] &&
+        grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 $manifest &&
         grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 $manifest
 }
 
 pack_torch_sources() {
-    if ! lists_record_data || ! "$python" "$root/data/shards.py" data/torch_sources >/dev/null; then
+    if ! holds_record_data; then
         folder=$("$python" -c "from importlib.util import find_spec
 print(*find_spec('torch').submodule_search_locations)")
         # version.py is the one file that differs between the CPU and the CUDA builds
         "$python" "$root/data/pack.py" "$folder" --pattern '*.py' --exclude version.py \
-            --encoding bytes --val_fraction 0.02 --hash_only --skip_bad --out data/torch_sources
+            --encoding bytes --val_fraction 0.02 --hash_only --out data/torch_sources
     fi
-    lists_record_data ||
+    holds_record_data ||
         echo "warning: data/torch_sources differs from the record's: the loss is not comparable"
 }
 

@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 import weights
 from runlog import command
-from shards import SHARD_MAGIC
 from tqdm import tqdm
 from weights import pack
 
@@ -75,16 +74,14 @@ def read_shards(pattern, args, encoding, count=None):
 
 def read_text(name, args, encoding, options):
     """Return the tokens, (N,) int32, of a shard, what pack.py reads, or - for standard input."""
-    if Path(name).is_file() and np.fromfile(name, "<i4", 1).tolist() == [SHARD_MAGIC]:
+    if Path(name).is_file() and np.fromfile(name, "<i4", 1).tolist() == [pack.SHARD_MAGIC]:
         folder, file = os.path.split(name)
         return read_shards(os.path.join(folder, glob.escape(file)), args, encoding)
-    files, _ = pack.list_files([name], "*", [], out=Path(os.devnull))  # there is no output
-    tokens = []
-    for file in files:
-        for document in pack.read_documents(*file, options.text_field or "text", options.split_at):
-            tokens.append(pack.tokens_of(document, encoding).astype(np.int32))
-            if document.fault:
-                raise UserError(f"{document.place} {document.fault}")
+    tokens = [
+        pack.tokens_of(text, encoding).astype(np.int32)
+        for file in pack.list_files([name])
+        for _, text in pack.read_documents(*file, options.text_field or "text", options.split_at)
+    ]
     return torch.from_numpy(np.concatenate(tokens or [[]]))
 
 
