@@ -350,7 +350,7 @@ def loss_or_logits(x, head, targets=None, softcap=0.0):
 
 
 def capped(logits, softcap):
-    """Return logits, (..., V), in float32. softcap: s > 0 maps them to s * tanh(logits / s)."""
+    """Return logits, (..., V), in float32; if softcap > 0, softcap * tanh(logits / softcap)."""
     logits = logits.float()
     if softcap:
         # The same function as tanh, written so that inductor fuses it well.
