@@ -56,7 +56,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._pytree import tree_leaves
 
@@ -1302,14 +1301,11 @@ def sum_gradients(optimizers):
     """Collective: sum all gradients over the ranks, in place; sparse ones become dense."""
     if get_world_size() == 1:
         return
-    params = [p for optimizer in optimizers for p in params_of(optimizer) if p.grad is not None]
-    for dtype in dict.fromkeys(p.dtype for p in params):  # each dtype once
-        # One collective sums all tensors of a dtype. The public function for this is deprecated.
-        with _coalescing_manager():
-            for p in params:
-                if p.dtype == dtype:
-                    p.grad = p.grad.to_dense()
-                    dist.all_reduce(p.grad)
+    for optimizer in optimizers:
+        for p in params_of(optimizer):
+            if p.grad is not None:
+                p.grad = p.grad.to_dense()
+                dist.all_reduce(p.grad)
 
 
 @torch.no_grad()
@@ -1797,11 +1793,6 @@ def join_ranks(args):
             # MASTER_ADDR is missing, nothing answers there, or two ranks have the same GPU.
             fix = "use torchrun with one process per GPU, and check the network's settings"
             raise UserError(f"cannot join the other ranks ({error}): {fix}") from None
-    if "RANK" not in os.environ:
-        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-            if os.environ.get(name, "1") != "1":
-                fix = "start the script with torchrun"
-                raise UserError(f"{name}={os.environ[name]}, but RANK is not set: {fix}")
     return device
 
 

@@ -238,9 +238,6 @@ REFUSALS = {
     "missing data": ({"train_files": "nowhere/*.bin"}, "data/fineweb.py or data/pack.py"),
     "ids beyond the vocabulary": ({"vocab_size": 32}, "but vocab_size=32"),
     "no launcher": ({"RANK": "0"}, "WORLD_SIZE"),
-    "srun without torchrun": ({"SLURM_STEP_NUM_TASKS": "4"}, "RANK is not set"),
-    "mpirun of Open MPI": ({"OMPI_COMM_WORLD_SIZE": "4"}, "SIZE=4, but RANK is not set"),
-    "mpirun of MPICH": ({"PMI_SIZE": "2"}, "PMI_SIZE=2, but RANK is not set"),
 }  # fmt: skip
 
 
