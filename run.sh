@@ -8,7 +8,7 @@
 # bash run.sh test [...]             run the test suite, or pytest with these arguments
 # bash run.sh profile [--name=value ...]   show where the time of a step goes
 # bash run.sh TOOL [...]             run pack or a tool in records/tools: sample, evaluate, ...
-# bash run.sh data                   only prepare the data of the CPU record
+# bash run.sh data                   only prepare the data of the CPU benchmark
 # The environment variables NPROC and PYTHON set the number of processes and the interpreter.
 # data/ and logs/ are relative to the current folder; .venv is beside run.sh.
 [ -n "${BASH_VERSION:-}" ] || { echo "run.sh: start it with: bash run.sh" >&2; exit 1; }
@@ -65,7 +65,7 @@ else:
 fi
 
 # ---- Data
-# Succeed if data/torch_sources is complete and its manifest lists the CPU record's data.
+# Succeed if data/torch_sources is complete and its manifest lists the CPU benchmark's data.
 holds_record_data() {
     local manifest=data/torch_sources/manifest.json
     [ ! -e data/torch_sources/.pack ] &&
@@ -142,7 +142,7 @@ pack) exec "$python" "$root/data/pack.py" "${@:2}" ;;
     elif [ -n "$command" ] || [ "$gpus" -gt 0 ]; then
         exec "$python" "$script" "${settings[@]}"
     fi
-    # Without settings, the CPU record ends with a sample, unless a signal stops the training.
+    # Without settings, the CPU benchmark ends with a sample, unless a signal stops the training.
     run_id=cpu-$(date +%Y%m%d-%H%M%S)
     "$python" "$script" --preset=cpu --run_id="$run_id"
     [ ! -e "logs/$run_id/model.pt" ] || exec "$python" "$root/records/tools/sample.py" 'def ' \

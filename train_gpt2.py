@@ -182,7 +182,7 @@ PRESETS = {
         ),
     ),
     "cpu": (
-        "the CPU record: trains in seconds on 2 cores; `bash run.sh` prepares its data",
+        "the CPU benchmark: trains in seconds on 2 cores; `bash run.sh` prepares its data",
         dict(
             device="cpu", compile=False,  # compiling takes longer than the training
             train_files="data/torch_sources/train_*.bin",

@@ -242,7 +242,7 @@ def test_close_to_the_fraction_of_the_tokens_is_held_out(kind, seed, fraction):
 
 
 def test_with_hash_only_sizes_do_not_count():
-    """Then added documents never move others; the data of the CPU record are packed so."""
+    """Then added documents never move others; the data of the CPU benchmark are packed so."""
     names = [f"{i}" for i in range(100)]
     expected = {name for name in names if is_held_out(name, 0.1)}
     lengths = [100_000 if name == min(expected) else 10 for name in names]
