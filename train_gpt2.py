@@ -41,8 +41,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-# By default, libgomp's idle threads spin long enough to slow down training and other programs. The
-# variable must be set before torch is imported. An explicit OMP_WAIT_POLICY wins.
+# By default, libgomp's idle threads spin long enough to slow down training and other programs.
+# GOMP_SPINCOUNT shortens this. It must be set before torch is imported, and has no effect if
+# OMP_WAIT_POLICY is set.
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -93,7 +94,7 @@ class Hyperparameters:
     n_layer: int = architecture(12, "transformer blocks", low=1)
     n_head: int = architecture(6, "attention heads", low=1)
     n_embd: int = architecture(768, "channels", low=1)
-    window: int = architecture(0, "tokens of attention's final window, rounded up", needs="model")
+    window: int = architecture(0, "final attention window in tokens; 0: none", needs="model")
     document_token: int = architecture(50256, "token that starts a document", needs="window")
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams", needs="model")
     max_ngram: int = architecture(2, "longest n-gram in tokens", low=2, needs="ngram_rows")
@@ -113,12 +114,12 @@ class Hyperparameters:
     muon_learning_rate: float = training(0.00036, "Muon's rate for the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
     muon_momentum: float = training(0.95, "momentum of Muon", high=0.999)
-    muon_warmup_fraction: float = training(0.0, "initial steps: Muon's momentum rises", high=1)
-    muon_cooldown_fraction: float = training(0.0, "final steps: Muon's momentum falls", high=1)
-    warmdown_fraction: float = training(1450 / 5100, "final steps: learning rates decay", high=1)
+    muon_warmup_fraction: float = training(0.0, "fraction of steps to warm up momentum", high=1)
+    muon_cooldown_fraction: float = training(0.0, "fraction of steps to cool it down", high=1)
+    warmdown_fraction: float = training(1450 / 5100, "fraction of steps to decay the rates", high=1)
     final_lr: float = training(0.0, "learning rates at the end, relative to the first", high=1)
     ngram_dropout: float = training(0.0, "share of n-grams dropped", high=0.99, needs="ngram_rows")
-    shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at another offset")
+    shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at a new offset")
     val_tokens: int = training(10485760, "tokens of val_files to validate on; 0: up to 2**18")
 
     train_files: str = free("data/fineweb10B/fineweb_train_*.bin", "glob of the training shards")
@@ -132,7 +133,7 @@ class Hyperparameters:
     keep_checkpoints: int = free(2, "number of recent checkpoints to keep", low=1)
     resume: str = free("", "auto: continue run_id; a path: start a run from that checkpoint")
     init: str = free("", "file with the initial weights, such as model.pt")
-    device: Literal["auto", "cuda", "cpu"] = free("auto", "auto: cuda if PyTorch sees a GPU")
+    device: Literal["auto", "cuda", "cpu"] = free("auto", "auto: cuda if there is one")
     device_batch_size: int = free(64, "maximum sequences per forward pass, to save memory", low=1)
     compile: bool = free(True, "use torch.compile; False starts sooner but trains more slowly")
     comm_timeout: int = free(600, "seconds that a rank waits for the others", low=1)
@@ -146,8 +147,8 @@ def modern_recipe(width, **settings):
 
     Sources: records/2026-11-26_Modern_2026. The public learning rate of Muon is 0.03, and 0.06 for
     both matrices of the MLP. Muon's update is scaled by sqrt(max(M, N)) here, so 0.03 / sqrt(width)
-    gives exactly that: the MLP's matrices have max(M, N) = 4 * width. The public weight decay is
-    1.2 * 0.03. The table in Muon's docstring explains its conversion.
+    gives 0.03 for (width, width) and 0.06 for the MLP, where max(M, N) = 4 * width. The public
+    weight decay is 1.2 * 0.03. The table in Muon's docstring explains its conversion.
     """
     return dict(
         model="modern", n_layer=11, n_head=width // 128, n_embd=width, window=1728,
@@ -171,13 +172,13 @@ PRESETS = {
         modern_recipe(768, batch_size=16, sequence_length=16384),
     ),
     "small": (
-        "a small model of English for trying ideas: minutes on 2 CPU cores",
+        "a small English model for trying out ideas; trains in minutes on 2 CPU cores",
         modern_recipe(
             128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
             # GPT-2's first 2,048 tokens and a document token, rounded up to a multiple of 128
             vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
             n_layer=8, batch_size=8, sequence_length=512, device_batch_size=8,
-            window=6 * 512,  # covers the sequence from an eighth of the run on
+            window=6 * 512,  # long layers see the whole sequence after an eighth of the run
             num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
         ),
     ),
@@ -376,7 +377,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
         max_chunks = 2 if x.is_cuda else 8  # tuned on CPUs; a guess for GPUs
-        min_logits = 512 * 50304  # smaller chunks are slow, so there are fewer than max_chunks
+        min_logits = 512 * 50304  # smaller chunks are slow, so a small batch has fewer of them
         chunks = max(1, min(max_chunks, len(x) * len(weight) // min_logits))
         pairs = list(zip(x.chunk(chunks), targets.chunk(chunks)))
         if not needs_grad:
@@ -404,7 +405,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # ---- Modern model: GPT with ideas from public records 8 to 77, and a table of hashed n-grams -----
 BLOCK = 128  # tokens; attention windows are made of blocks of this size
 ATTENTION_SCALE = 0.12  # scale of q k^T, in place of 1 / sqrt(D)
-GATE_CHANNELS = 12  # a value gate reads only the first channels of its attention's input
+GATE_CHANNELS = 12  # number of leading channels of attention's input that a value gate reads
 LOGIT_SOFTCAP = 15.0
 
 
@@ -416,7 +417,7 @@ class Layer(NamedTuple):
     is_long: bool  # attention has the long window and offset keys (see ModernAttention)
     starts_skip: bool  # its output is added to the input of the layer with ends_skip, if any
     ends_skip: bool
-    is_saved: bool  # layers with reads_saved read its output; backout subtracts it at the end
+    is_saved: bool  # its output is kept; a share is subtracted from the last output (backout)
     reads_saved: bool  # attention reads the saved output instead of the residual stream
 
 
@@ -424,7 +425,7 @@ def modern_layers(n):
     """Return a Layer for each of n layers.
 
     The comments show the indices of the layers for n = 11, as in the public records. In a small
-    model, most layers have several roles.
+    model, most layers have several roles, and with n < 8, there is no skip.
     """
     saved = max(0, min(2 * n // 3, n - 2))  # 7
     skip_end = (n + 1) // 2 if n >= 8 else None  # 6
@@ -507,9 +508,10 @@ def attention_mask(documents, window_blocks):
     device = documents.device
     # Without compiling, FlexAttention would store all scores in float32.
     if device.type == "cpu" or not torch.compiler.is_compiling() or T % BLOCK != 0:
-        sequence = torch.arange(B, device=device)[:, None, None]
-        position = torch.arange(T, device=device)
-        return visible(sequence, 0, position[:, None], position)[:, None]  # (B, 1, T, T)
+        sequence = torch.arange(B, device=device)[:, None, None]  # (B, 1, 1)
+        query = torch.arange(T, device=device)[:, None]  # (T, 1)
+        key = torch.arange(T, device=device)
+        return visible(sequence, 0, query, key)[:, None]  # (B, 1, T, T)
     # Which blocks of keys each block of queries sees: (B, queries, keys). The index of the document
     # never decreases, so an earlier block of keys shares a document with the queries if and only if
     # key_last >= query_first.
@@ -565,7 +567,7 @@ class NgramTable(nn.Module):
         super().__init__()
         self.max_ngram = args.max_ngram
         self.dropout = args.ngram_dropout
-        # A buffer, because a Python number would be a constant of the compiled model.
+        # A buffer, because a Python number would be compiled in, and every seed would recompile.
         self.register_buffer("seed", torch.tensor(args.seed), persistent=False)
         self.adagrad = args.ngram_learning_rate > 0
         dtype = torch.float32 if self.adagrad else dtype
@@ -592,10 +594,10 @@ class NgramTable(nn.Module):
     def survives_dropout(self, hashes, inputs):
         """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
 
-        hashes: (B, T, max_ngram - 1), one for each n-gram. A hash of the n-gram, the sum of the
-        sequence's tokens and the seed decides whether it is kept. Unlike random numbers, this
-        depends neither on the number of ranks nor on earlier batches. All copies of an n-gram in a
-        sequence are kept or dropped together.
+        hashes: (B, T, max_ngram - 1), one for each n-gram. Whether it is kept depends only on
+        its hash, on the seed and on the sum of the sequence's tokens, but neither on the number of
+        ranks nor on earlier batches. All copies of an n-gram in a sequence are kept or dropped
+        together.
         """
         # Multiplicative hashing with an odd salt and the multiplier of Knuth's MMIX generator. The
         # int64 product wraps around; its highest bits are mixed best.
@@ -607,7 +609,7 @@ class NgramTable(nn.Module):
 
 
 class ModernGPT(nn.Module):
-    """A GPT with ideas of later public records, and any number of layers (see modern_layers).
+    """A GPT with ideas from later public records. It supports any number of layers.
 
     The input of every layer is a learned weighted sum of the residual stream, the token embeddings
     (x0) and the n-gram embeddings. Activations and embedding tables have the given dtype, except a
@@ -632,8 +634,8 @@ class ModernGPT(nn.Module):
         self.init_weights(args)
         self.document_token = args.document_token
         self.has_window = args.window > 0
-        # A buffer, because changing a Python number would recompile the model. apply_schedule sets
-        # it for each step of training. Inference uses this value, the final window.
+        # A buffer, because changing a Python number would recompile the model. It holds the final
+        # window, for inference. During training, apply_schedule sets it for each step.
         window_blocks = torch.tensor(window_blocks_at(args.num_iterations, args))
         self.register_buffer("window_blocks", window_blocks, persistent=False)
 
@@ -645,7 +647,7 @@ class ModernGPT(nn.Module):
         c_q, c_k, c_v, mlp.c_fc   uniform, standard deviation
                                   0.5 / sqrt(columns)                  77 (q, k, v), 62 (c_fc)
                                   with equal_keys, last c_k is c_q     our own
-        c_proj, value_gate        zeros (c_proj: in its constructor)   62
+        c_proj, value_gate        zeros (c_proj: by attention and MLP) 62
         value_table               normal, standard deviation 0.01      70
         ngrams, lm_head           zeros                                62, 8
         input_weights             1.1 stream, 0 tokens, 0.1 n-grams    45, 62
@@ -671,8 +673,8 @@ class ModernGPT(nn.Module):
                 nn.init.normal_(block.attn.value_table.weight, std=0.01)
                 nn.init.zeros_(block.attn.value_gate.weight)
         if args.equal_keys:
-            # With its offset keys, the last layer finds what followed earlier copies of a token,
-            # from the first step on. Related: https://arxiv.org/abs/2305.09828
+            # From the first step on, the last layer's offset keys find what followed earlier copies
+            # of a token. Related: https://arxiv.org/abs/2305.09828
             self.h[-1].attn.c_k.weight.data.copy_(self.h[-1].attn.c_q.weight)
 
     def forward(self, inputs, targets=None):
@@ -695,7 +697,7 @@ class ModernGPT(nn.Module):
                 skip = x
             if layer.is_saved:
                 saved = x
-        x = x - self.backout_weight * saved  # backout: subtracts a learned share of that output
+        x = x - self.backout_weight * saved  # backout: subtracts a learned share
         return loss_or_logits(norm(x), self.lm_head, targets, LOGIT_SOFTCAP)
 
 
@@ -727,12 +729,12 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     norms = (torch.linalg.vector_norm(row_norms, dim=-1) + 1e-7).float()  # () or (K,)
     if G.ndim == 3:
         norms = norms[:, None, None]
-    # A 0-D norm does not change the dtype: a single bfloat16 matrix is divided in bfloat16, because
-    # this is faster. A float32 matrix is rounded only once, after the division.
+    # Division by a 0-D norm keeps a single bfloat16 matrix in bfloat16, which is faster. All others
+    # are divided in float32 and rounded only once, afterwards.
     X = (G.to(torch.promote_types(G.dtype, dtype)) / norms).to(dtype)
     is_tall = G.size(-2) > G.size(-1)
     X = X.mT if is_tall else X  # (m, n) with m <= n, or a stack
-    m, n = X.shape[-2:]  # from n = 2 m on, the Gram variant is faster
+    m, n = X.shape[-2:]  # for n >= 2 m, the Gram variant is faster
     X = newton_schulz(X) if n < 2 * m else gram_newton_schulz(X)
     return (X.mT if is_tall else X).bfloat16()
 
@@ -854,6 +856,7 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(p)
                 if group["beta2"] and "row_squares" not in state:
                     M, N = matrix_shape(p)
+                    # If p is a DTensor, so is this, with a full copy on every rank.
                     state["row_squares"] = p.new_zeros((M, 1) if M >= N else (1, N))
             self.update_replicated(group, rank_costs)
             self.update_dtensors(group)
@@ -874,6 +877,7 @@ class Muon(torch.optim.Optimizer):
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         updates = {p: slot.view(matrix_shape(p)) for p, slot in zip(params, buffer.split(sizes))}
         for stack in stacks:
+            # The rank with the least work so far. Ranks agree on it, whatever gradients they have.
             owner = rank_costs.index(min(rank_costs))
             rank_costs[owner] += len(stack) * matrix_cost(stack[0])
             stack = [p for p in stack if p.grad is not None]
@@ -920,7 +924,8 @@ class Muon(torch.optim.Optimizer):
             for direction, update in zip(whole.to_local(), updates.to_local()):
                 result = zeropower_via_newtonschulz5(direction.flatten(1), self.dtype)
                 update.copy_(result.view(update.shape))
-            if group["beta2"]:  # the averages are whole on every rank; each rank updates its part
+            if group["beta2"]:
+                # Each rank updates the averages of its matrices, and then all ranks receive them.
                 averages = torch.stack([self.state[p]["row_squares"] for p in stack])
                 my_averages = averages.redistribute(placements=one_per_rank)
                 for update, average in zip(updates.to_local(), my_averages.to_local()):
@@ -940,7 +945,10 @@ class Muon(torch.optim.Optimizer):
         return torch.lerp(p.grad, self.state[p]["momentum_buffer"], group["momentum"])
 
     def apply_update(self, p, update, group):
-        """Apply weight decay to p, then subtract the scaled update, placed and shaped like p."""
+        """Apply weight decay to p, then subtract the scaled update.
+
+        update: with the shape and placement of p.
+        """
         if group["weight_decay"]:
             # Where the update is 0, for example without a gradient, nothing decays.
             decay_mask = p * update > 0 if group["cautious"] else update != 0
@@ -957,7 +965,7 @@ def check_muon_group(group):
             raise ValueError(f"Muon takes 2-D and 4-D parameters, not {tuple(p.shape)}: {fix}")
         if p.device != group["params"][0].device:
             raise ValueError(
-                f"a param group is on {p.device} and another device: use a group for each"
+                f"a param group is on {p.device} and another device: use one group per device"
             )
         if is_dtensor(p) and p.device_mesh.get_coordinate() is None:
             fix = "on each rank, pass only DTensors whose mesh includes it"
@@ -980,7 +988,7 @@ def matrix_shape(p):
 
 
 def matrix_cost(p):
-    """Return the relative cost of orthogonalizing a matrix, by either variant, within 25%."""
+    """Return the cost of orthogonalizing a matrix, relative to others, accurate to 25%."""
     m, n = sorted(matrix_shape(p))
     return m * m * (2 * m + n)
 
@@ -995,21 +1003,21 @@ def equalize_rows(update, average, beta2):
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
-    old = squares.sum()
+    norm2_before = squares.sum()
     next_average = average.lerp(squares.type_as(average), 1 - beta2)
-    average.copy_(torch.where(old > 0, next_average, average))  # without a gradient, it stays
+    average.copy_(torch.where(norm2_before > 0, next_average, average))  # else no gradient
     scale = average.float().clamp(min=1e-10).rsqrt()
-    new = (squares * scale.square()).sum().clamp(min=1e-20)
-    update.mul_(scale * (old / new).sqrt())
+    norm2_after = (squares * scale.square()).sum().clamp(min=1e-20)
+    update.mul_(scale * (norm2_before / norm2_after).sqrt())
 
 
 def stacks_of(params):
     """Split params into stacks of matrices of one shape, the costliest first.
 
-    A stack holds up to eight matrices, with at most 2**20 entries in total, which are multiplied
-    together. A larger matrix forms its own stack. Stacks must not depend on the number of ranks,
-    because the size of a batched matmul can change the last bits. For DTensors, a stack has one
-    matrix for each rank.
+    A stack holds up to eight matrices, with at most 2**20 entries in total, for batched matmuls. A
+    larger matrix forms its own stack. These stacks must not depend on the number of ranks, because
+    the size of a batched matmul can change the last bits. DTensors are multiplied one by one, so
+    their stacks hold one matrix for each rank.
     """
     alike = {}
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
@@ -1039,8 +1047,8 @@ def shard_size(path):
     expected = [20240520, 1, tokens] + [0] * (HEADER_BYTES // 4 - 3)
     if tokens <= 0 or odd_bytes or header.tolist() != expected:
         found = f"{path} is not a complete shard (it begins with {header.tobytes()[:30]})"
-        fix = "download it again (a Git LFS pointer: run `git lfs pull`), or repack it with "
-        fix += "data/pack.py"
+        fix = "download it again (if it is a Git LFS pointer, run `git lfs pull`), or repack it "
+        fix += "with data/pack.py"
         raise UserError(f"{found}: {fix}")
     return tokens
 
@@ -1049,8 +1057,8 @@ class TokenStream:
     """The tokens of all shards that match a glob, laid end to end in name order, and repeated.
 
     Only the file's name may be a pattern. The files stay open, so replacing one does not affect the
-    run. Raises UserError if no file matches, or one is incomplete or has a token outside the
-    vocabulary.
+    run. Raises UserError if no file matches, or if a file is incomplete or contains a token outside
+    the vocabulary.
     """
 
     def __init__(self, pattern, vocab_size):
@@ -1131,7 +1139,7 @@ class DistributedDataLoader:
         return self.stream.read(starts[index], self.T + 1)
 
 
-@functools.lru_cache(2)
+@functools.lru_cache(2)  # a batch may span two epochs
 def shuffled_starts(seed, epoch, total_tokens, T):
     """Return the positions at which the sequences of an epoch start, in random order.
 
@@ -1163,8 +1171,8 @@ def params_of(optimizer):
 def lr_scale_at(step, args):
     """Return the factor that multiplies all learning rates: 1, then a linear decay to final_lr."""
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
-    remaining = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
-    return args.final_lr + (1 - args.final_lr) * remaining
+    fraction = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
+    return args.final_lr + (1 - args.final_lr) * fraction
 
 
 def momentum_at(step, args):
@@ -1272,11 +1280,11 @@ def micro_batches(inputs, targets, size):
 
 
 def train_step(run, inputs, targets):
-    """Collective: do one optimizer step. Return {name: 0-D tensor}: loss, must_stop, more to log.
+    """Collective: do one optimizer step. Return {name: 0-D tensor}: loss, must_stop, others.
 
     inputs, targets: (B, T) int64, this rank's part of the batch, which is split into micro-batches
-    of at most device_batch_size sequences. must_stop: how many ranks were asked to stop the run. On
-    a GPU, this only launches work: nothing here waits for the device.
+    of at most device_batch_size sequences. must_stop: how many ranks were asked to stop the run.
+    The others are logged. On a GPU, this only launches work: nothing here waits for the device.
     """
     sequences = len(inputs) * get_world_size()
     loss = 0.0
@@ -1321,14 +1329,14 @@ def evaluate(run):
 
 
 def validate(run):
-    """Collective: set run.val_loss and log it. Keep the weights if they are the best so far."""
+    """Collective: set run.val_loss and log it. If the run repeats its data, keep best.pt."""
     with run.log.timed("validation"):
         run.val_loss = evaluate(run)
         check_weights_agree(run.model)
     lr = run.args.learning_rate * lr_scale_at(run.step, run.args)
     run.log.progress(run.step, "val_loss", run.val_loss, dict(lr=lr))
-    # A run that repeats its data may overfit, so it also keeps its best weights.
-    if run.repeats_data and run.val_loss < run.best_loss and save(run, "best.pt"):
+    is_best = run.val_loss < run.best_loss
+    if run.repeats_data and is_best and save(run, "best.pt"):  # later, it may overfit
         run.best_loss = run.val_loss
 
 
@@ -1383,7 +1391,7 @@ class Run:
     log: "Log"
     stop: "StopRequest"
     lock: object = None  # the open file that reserves the folder, on rank 0
-    start: str = ""  # the file from which the run starts; empty for new weights
+    loaded_file: str = ""  # where its weights came from; empty if they are new
     step: int = 0  # number of optimizer steps done
     stopped: bool = False  # a rank has asked all ranks to stop
     val_loss: float = math.nan  # of the last validation
@@ -1434,8 +1442,9 @@ def main(args, stop=None):
         return None
     restore(run)
     log_header(run)
-    # --resume=auto must continue from the right weights, even if the command no longer names them.
-    starts_elsewhere = run.start and not is_own(run, run.start)
+    # With a checkpoint, a later --resume=auto never begins again from other weights, even if its
+    # command no longer names the file.
+    starts_elsewhere = run.loaded_file and not is_own(run, run.loaded_file)
     if starts_elsewhere and not save_checkpoint(run):
         raise UserError("the first checkpoint was not written: free disk space, then start again")
     if args.compile:
@@ -1465,7 +1474,7 @@ def finish(run):
         raise UserError("the weights were not written: free disk space, then resume or start again")
     log_summary(run)
     if run.log.unwritten:
-        save_checkpoint(run)
+        save_checkpoint(run)  # so that it can be resumed even if save_every=0
         raise UserError(f"{run.log.path} lacks the result: free disk space, then resume the run")
     if get_rank() == 0:
         os.replace(run.folder / "model.unfinished", run.folder / "model.pt")
@@ -1476,7 +1485,7 @@ def save_and_stop(run):
     if not save_checkpoint(run):
         fix = "free disk space, then resume from an older one"
         raise UserError(f"stopped after step {run.step}, but no checkpoint was written: {fix}")
-    advice = f"to continue, add --run_id={run.args.run_id} --resume=auto"
+    advice = f"to continue, repeat the command with --run_id={run.args.run_id} --resume=auto"
     run.log(f"saved a checkpoint in {run.folder}; {advice}")
     run.log(f"stopped by a signal after step {run.step}")
     if run.log.unwritten:
@@ -1516,7 +1525,7 @@ def check_settings(args):
         fix = "pass --document_token=256 if the data are bytes"
         raise UserError(f"document_token={args.document_token} is not in the vocabulary: {fix}")
     if not re.fullmatch(r"([\w-][\w.-]*)?", args.run_id):
-        allowed = "may contain only letters, digits and '-_.', and not begin with '.'"
+        allowed = "may contain only letters, digits, '-', '_' and '.', and not begin with '.'"
         raise UserError(f"run_id={args.run_id!r} {allowed}")
     if args.init and args.resume not in ("", "auto"):
         raise UserError("pass either --init or --resume=PATH: both say where the weights come from")
@@ -1539,17 +1548,17 @@ def parse_args(argv):
     """Return the Hyperparameters specified by arguments such as --n_layer=6."""
     given = vars(build_parser().parse_args(argv))  # only what was passed
     settings = vars(Hyperparameters()) | PRESETS[given.pop("preset")][1] | given
-    # A setting without effect is refused later if it was passed, but reset if a preset set it. What
-    # a setting needs is declared before it.
+    # Reset what a preset sets without effect. If it was passed, check_settings refuses it. One pass
+    # is enough, because each setting is declared after the one that it needs.
     for field in dataclasses.fields(Hyperparameters):
         needed = field.metadata.get("needs")
         if needed and is_off(settings[needed]) and field.name not in given:
             settings[field.name] = field.default
-    if "vocab_size" not in given:
-        size = read_manifest(settings["train_files"]).get("vocab_size", settings["vocab_size"])
-        if isinstance(size, int) and size > 1024:  # larger than the vocabulary of bytes, 257
-            size = math.ceil(size / 128) * 128  # for speed
-        settings["vocab_size"] = size
+    packed_size = read_manifest(settings["train_files"]).get("vocab_size")
+    if packed_size is not None and "vocab_size" not in given:
+        if isinstance(packed_size, int) and packed_size > 1024:  # more than bytes
+            packed_size = math.ceil(packed_size / 128) * 128  # for speed
+        settings["vocab_size"] = packed_size
     return Hyperparameters(**settings)
 
 
@@ -1568,7 +1577,7 @@ def build_parser():
     parser = argparse.ArgumentParser(
         usage="train_gpt2.py [--preset=NAME] [--name=value ...]",
         description=__doc__ + "\nEvery setting is listed with its default.",
-        epilog=f"presets (--preset=NAME), which individual settings override:\n{presets}",
+        epilog=f"presets (--preset=NAME); individual settings override them:\n{presets}",
         formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=100),
         argument_default=argparse.SUPPRESS,  # leaves out flags that were not passed
         allow_abbrev=False,
@@ -1582,11 +1591,13 @@ def build_parser():
         free=parser.add_argument_group("files and machine, which a resumed run may change"),
     )
     for field in dataclasses.fields(Hyperparameters):
+        choices = get_args(field.type)  # the values of a Literal
         text = field.metadata.get("help", "").replace("%", "%%")
+        text += f" ({', '.join(choices)})" if choices else ""
         groups[field.metadata.get("role", "training")].add_argument(
             f"--{field.name}",
             type={bool: boolean, int: int, float: float}.get(field.type, str),
-            choices=get_args(field.type) or None,  # the values of a Literal
+            choices=choices or None,
             metavar=str(field.default) or "''",  # --help shows the default here
             help=text,
         )
@@ -1595,7 +1606,7 @@ def build_parser():
 
 # ---- Machinery: data files -----------------------------------------------------------------------
 def read_manifest(files):
-    """Return the manifest beside the shards, which may hold vocab_size and encoding, or {}."""
+    """Return the manifest.json beside the shards, a dict with vocab_size and encoding, or {}."""
     path = Path(files).parent / "manifest.json"
     if (path.parent / ".pack").exists():  # exists while data/pack.py replaces shards
         raise UserError(f"{path.parent} is being packed, or packing was interrupted: pack it again")
@@ -1626,7 +1637,8 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    if max_steps < (1 if args.allow_repeat else args.num_iterations):
+    needed_steps = 1 if args.allow_repeat else args.num_iterations
+    if max_steps < needed_steps:
         fix = "add data, or lower --batch_size"
         if not args.allow_repeat:
             fix += " or --num_iterations, or pass --allow_repeat=True"
@@ -1694,7 +1706,7 @@ def configure_backend(args, device):
     if device.type == "cuda":
         return
     # The first call of each of these functions can return wrong values if it is multithreaded, so
-    # it is made on one element (https://github.com/pytorch/pytorch/issues/188792).
+    # the first call is on one element (https://github.com/pytorch/pytorch/issues/188792).
     for function in torch.cos, torch.sin, torch.sqrt:
         function(torch.ones(1))
     # Despite their names, the next two options also affect CPUs. Short sequences train faster
@@ -1702,8 +1714,7 @@ def configure_backend(args, device):
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     # Without the fused kernel, keep attention scores in bfloat16.
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    # Otherwise, threads would add the gradients of repeated tokens in arbitrary order, and runs
-    # would not be bit-reproducible.
+    # Sum the gradients of repeated tokens in a fixed order, so that runs are bit-reproducible.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # filling new tensors takes time
     if args.compile:
@@ -1731,7 +1742,7 @@ def compile_model(run):
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
-    # One tensor as both arguments would compile a graph that assumes that they are the same.
+    # Passing one tensor twice would make the compiler assume that both are always the same.
     targets = torch.zeros_like(inputs)
     try:
         with torch.no_grad():
@@ -1861,7 +1872,7 @@ class StopRequest:
                     os.write(
                         2, b"stopping soon, with a checkpoint; press Ctrl-C again to exit at once\n"
                     )
-        elif time.monotonic() - self.signal_time > 1:  # one Ctrl-C may arrive twice
+        elif time.monotonic() - self.signal_time > 1:  # torchrun repeats a Ctrl-C
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -1883,12 +1894,13 @@ class Log:
         self.phase = "setup"  # everything outside of `timed` counts as setup
         self.last_update = START
 
-    def __call__(self, line, hidden=""):
-        """Log a line and print it on the terminal. A failure does not stop training.
+    def __call__(self, line):
+        """Log a line and print it on the terminal. A failure does not stop training."""
+        self.write(f"{line}\n".encode(errors="backslashreplace"))
+        self.show(line)
 
-        hidden: text that goes only into the file, before the line, in one write.
-        """
-        self.write(f"{hidden}{line}\n".encode(errors="backslashreplace"))
+    def show(self, line):
+        """Print a line on the terminal."""
         if get_rank() == 0:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 print(line, flush=True)
@@ -1969,11 +1981,11 @@ def log_header(run):
         values = sum(p.numel() for p in params_of(optimizer))
         shown.append(f"{type(optimizer).__name__} parameters:{values}")
     verb = f"continuing after step {run.step}" if run.step else "starting"
-    shown.append(f"{verb} from {run.start or 'new weights'}")
-    hidden_text = "".join(f"{line}\n" for line in hidden)
-    shown_text = "\n".join(shown)
-    log(shown_text, hidden=hidden_text)
-    log.header = f"{hidden_text}{shown_text}\n".encode(errors="backslashreplace")
+    shown.append(f"{verb} from {run.loaded_file or 'new weights'}")
+    header = "".join(f"{line}\n" for line in hidden + shown).encode(errors="backslashreplace")
+    log.write(header)  # at once, so that no log has a part of a header
+    log.header = header
+    log.show("\n".join(shown))
     if log.unwritten:
         raise UserError(f"{log.path} cannot be written: free disk space, then start again")
 
@@ -2041,7 +2053,7 @@ def save_checkpoint(run):
     if not save(run, path.name, optimizers=states, train_seconds=run.log.seconds["train"]):
         return False
     if get_rank() == 0:
-        # Checkpoints of later steps were skipped on resume, as damaged. They do not count.
+        # A later checkpoint was found damaged on resume, so it does not count.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
             with contextlib.suppress(OSError):
@@ -2082,7 +2094,7 @@ def claim_folder(run):
     """On rank 0, create and lock the run's folder, and open the log.
 
     The lock is on the file run.lock and lasts until run.lock is closed. Raises UserError if the
-    folder is not a run's, is in use, or holds weights that this run would replace.
+    folder was not created by a run, is in use, or holds weights that this run would replace.
     """
     if get_rank() != 0:
         return
@@ -2095,10 +2107,10 @@ def claim_folder(run):
     try:
         fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another process is training {folder}: stop it first") from None
+        raise UserError(f"another process is using {folder}: stop it first") from None
     except OSError as error:  # some network file systems have no locks
         run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")
-    # Look only now: until the lock was taken, another process may have trained this run.
+    # Check this only with the lock: before, another process could still finish the same run.
     if run.args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
     run.log.start_file()
@@ -2115,14 +2127,14 @@ def is_finished(run):
 
 
 def restore(run):
-    """Collective: load the file from which the run starts, if any; set run.start to its path.
+    """Collective: load the file from which the run starts, if any; set run.loaded_file to its path.
 
     --resume=auto means the newest checkpoint of the run, else --init, else new weights.
     """
     args, checkpoint = run.args, run.args.resume
     if checkpoint == "auto":
         checkpoint = from_rank_0(newest_checkpoint(run) if get_rank() == 0 else None)
-    run.start = checkpoint or args.init
+    run.loaded_file = checkpoint or args.init
     if checkpoint:
         load_checkpoint(run, checkpoint)
     elif args.init:
@@ -2194,7 +2206,7 @@ def check_same(run, facts, state, path):
     may_grow = settings_with_role(run.args, "growing")
     different = []
     for name, value in facts.items():
-        saved = state["facts"].get(name, defaults.get(name))  # a new setting has its default
+        saved = state["facts"].get(name, defaults.get(name))  # of settings added later
         is_same = value == saved or None in (value, saved)
         has_grown = name in may_grow and value > saved
         if not is_same and not has_grown:

@@ -102,7 +102,7 @@ def test_a_run_interrupted_many_times_gives_the_same_result(processes, dtype, ti
         stopped = trained(fields, processes, script)
         assert (f"continuing after step {step - 2} from " in stopped) == (step > 2)
         saved = f"saved a checkpoint in {folder}"
-        advice = "to continue, add --run_id=part --resume=auto"
+        advice = "to continue, repeat the command with --run_id=part --resume=auto"
         end = f"\n{saved}; {advice}\nstopped by a signal after step {step}\n"
         assert stopped.endswith(end)
     kill = """
@@ -716,7 +716,7 @@ def test_two_processes_never_train_one_run(half):
     os.remove(f"{half['log_dir']}/half.txt")
     with open(f"{half['log_dir']}/half/run.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        refused("another process is training .*half: stop it first", fields)
+        refused("another process is using .*half: stop it first", fields)
     assert run_here(fields) is not None
 
 
