@@ -13,7 +13,7 @@ import plain26
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, both_dtypes, take_step
+from conftest import TINY, take_step
 from test_model import gradients
 from torch import nn
 
@@ -62,7 +62,7 @@ def make_batch(args, rows=2, seed=1):
     shape = (rows, args.sequence_length + 1)
     tokens = torch.randint(4, args.vocab_size, shape, generator=generator)
     starts = torch.rand(shape, generator=generator) < 1 / 90
-    tokens[starts] = args.document_token
+    tokens[starts] = args.document_token if args.window else 3
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -104,25 +104,23 @@ def largest_difference(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    "n_layer, window",  # in blocks
-    [(9, 1), (9, 2), (9, 3), (9, 4), (8, 3), (4, 2), (3, 3), (2, 4)],
-)
-def test_loss_and_gradients_are_those_of_the_plain_model(n_layer, window):
-    model, args = make_model(n_layer=n_layer)
+    "changes, window",  # in blocks
+    [
+        ({}, 1), ({}, 2), ({}, 3), ({}, 4), ({"n_layer": 8}, 3), ({"n_layer": 4}, 2),
+        ({"n_layer": 3}, 3), ({"n_layer": 2}, 4), ({"n_layer": 1}, 2),
+        ({"n_layer": 4, "ngram_rows": 0, "max_ngram": 2}, 2),
+        ({"n_layer": 4, "window": 0, "document_token": 50256}, 8),  # all tokens before
+    ],
+)  # fmt: skip
+def test_loss_and_gradients_are_those_of_the_plain_model(changes, window):
+    model, args = make_model(**changes)
     model.window_blocks.fill_(window)
     inputs, targets = make_batch(args)
     ours = loss_and_gradients(model, inputs, targets)
     theirs = loss_and_gradients(plain_model(model, args), inputs, targets, window)
     assert largest_difference(ours, theirs) < 1e-5
-
-
-def test_without_ngrams_they_agree_too():
-    model, args = make_model(n_layer=4, ngram_rows=0, max_ngram=2)
-    model.window_blocks.fill_(2)
-    inputs, targets = make_batch(args)
-    ours = loss_and_gradients(model, inputs, targets)
-    theirs = loss_and_gradients(plain_model(model, args), inputs, targets, 2)
-    assert largest_difference(ours, theirs) < 1e-5
+    if args.n_layer > 1:  # the only layer is also the saved one, so that backout cancels
+        assert min(gradient.norm() for gradient in ours[1].values()) > 1e-4, "an unused part"
 
 
 @pytest.mark.parametrize("n_layer", [9, 4])
@@ -407,27 +405,8 @@ def test_the_schedule_is_that_of_the_public_records(preset):
     scales = [1, 1, 0.15 + 0.85 / 2, 0.15]
     assert [lr_scale_at(step, args) for step in steps] == pytest.approx(scales, abs=1e-3)
     steps = [0, 1, last // 2, last - 1, last]
-    assert [window_blocks_at(step, args) for step in steps] == [
-        1,
-        1,
-        7,
-        14,
-        14,
-    ]  # blocks of 128 tokens
-
-
-def test_the_schedule_scales_the_decay_of_weights_too():
-    """So the decay per step, rate times decay, falls with the square of the rates."""
-    model, args = make_model(n_layer=2)
-    muon, adamw = build_optimizers(model, args)
-    lr, decay = args.muon_learning_rate, args.muon_weight_decay
-    for step in (0, 6, 9, 12):
-        apply_schedule(model, [muon, adamw], step, args)
-        scale = lr_scale_at(step, args)
-        for group in muon.param_groups:
-            values = group["lr"], group["weight_decay"]
-            assert values == pytest.approx((scale * lr, scale * decay))
-        assert {group["weight_decay"] for group in adamw.param_groups} == {0}
+    blocks = [1, 1, 7, 14, 14]  # of 128 tokens
+    assert [window_blocks_at(step, args) for step in steps] == blocks
 
 
 @pytest.mark.parametrize("preset", train_gpt2.PRESETS)
@@ -482,22 +461,6 @@ def test_the_masks_of_a_gpu_and_of_a_cpu_are_equal(window, monkeypatch):
     assert torch.equal(dense(attention_mask(on_gpu, torch.tensor(window))), cpu)
 
 
-@both_dtypes
-def test_a_token_sees_its_document_within_the_window_and_nothing_else(dtype):
-    """One layer, so that the reach is that of one attention; keys hold the token before, too."""
-    model, args = make_model(dtype, n_layer=1, ngram_rows=0, max_ngram=2)
-    inputs, _ = make_batch(args)
-    model.window_blocks.fill_(2)
-    seen = attention_mask((inputs == args.document_token).cumsum(1), model.window_blocks)[:, 0]
-    for place in (0, 200, 300):
-        changed = inputs.clone()
-        changed[:, place] = torch.where(inputs[:, place] == 3, 3, inputs[:, place] % 60 + 4)
-        differs = (model(inputs) != model(changed)).any(-1)
-        assert not (differs & ~seen[:, :, place : place + 2].any(-1)).any()
-        token_differs = inputs[:, place] != changed[:, place]
-        assert (differs.sum(1) > 0.8 * seen[:, :, place].sum(1))[token_differs].all()
-
-
 def test_windows_and_documents_do_not_recompile():
     """One graph for training and one for validation, whatever the window and the documents."""
     model, args = make_model(n_layer=2, window=2048)
@@ -516,22 +479,11 @@ def test_windows_and_documents_do_not_recompile():
 @pytest.mark.parametrize(
     "changes, phrase",
     [
-        ({"model": "gpt2"}, "window has no effect with model=gpt2"),
-        ({"ngram_rows": 0}, "max_ngram has no effect with ngram_rows=0"),
         ({"window": 0}, "document_token has no effect with window=0"),
         ({"n_embd": 8}, "n_embd=8 must be at least 12"),
         ({"max_ngram": 1}, "max_ngram=1 must be at least 2 and at most 2147483647"),
         ({"num_iterations": 11}, "num_iterations must be a multiple of adamw_every=2"),
         ({"save_every": 3}, "save_every must be a multiple of adamw_every=2"),
-        ({"adamw_every": 0}, "adamw_every=0 must be at least 1 and at most 2147483647"),
-        (
-            {"muon_cooldown_fraction": 1.5},
-            "muon_cooldown_fraction=1.5 must be at least 0 and at most 1",
-        ),
-        (
-            {"muon_weight_decay": -1.0},
-            "muon_weight_decay=-1.0 must be at least 0 and at most 2147483647",
-        ),
         ({"document_token": 64}, "document_token=64 is not in the vocabulary"),
         ({"sequence_length": 500}, "sequence_length=500 must be a multiple of 128 with --window"),
     ],
