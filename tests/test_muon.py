@@ -23,16 +23,12 @@ SHAPES = [(16, 16), (64, 16), (16, 64), (8, 8), (4, 24), (3, 1), (1, 5), (6, 2, 
 SHAPES = SHAPES + [(16, 16)] * 5
 
 
-def polynomial(s, steps=5):
-    for _ in range(steps):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return s
-
-
-def exact_orthogonalization(G):
-    """Return U p(S) V^T in float64, where p is the scalar polynomial applied five times."""
+def exact_orthogonalization(G, coefficients=5 * [(3.4445, -4.7750, 2.0315)]):
+    """Return U p(S) V^T in float64, where p is a composition of scalar polynomials."""
     U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
-    S = polynomial(S / S.norm(dim=-1, keepdim=True))
+    S = S / S.norm(dim=-1, keepdim=True)
+    for a, b, c in coefficients:
+        S = a * S + b * S**3 + c * S**5
     return U @ torch.diag_embed(S) @ Vh
 
 
@@ -172,15 +168,6 @@ def test_the_state_of_another_optimizer_is_refused(other):
         with pytest.raises(ValueError, match="was not saved by Muon"):
             muon.load_state_dict(state)
     assert muon.param_groups[0]["lr"] == 0.02
-
-
-def test_large_gradients_in_float16_do_not_overflow():
-    p = nn.Parameter(torch.eye(8, 16).half())
-    muon = Muon([p], lr=0.02)
-    for _ in range(40):
-        p.grad = torch.full_like(p, 1e4)
-        muon.step()
-    assert p.isfinite().all()
 
 
 # ---- Steps, on any number of ranks ---------------------------------------------------------------
@@ -432,47 +419,32 @@ def test_other_coefficients_are_one_edit(shape, coefficients, monkeypatch):
     monkeypatch.setattr(train_gpt2, "NEWTON_SCHULZ", coefficients)
     torch.manual_seed(0)
     G = torch.randn(shape)
-    U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
-    S = S / S.norm()
-    for a, b, c in coefficients:
-        S = a * S + b * S**3 + c * S**5
-    exact = U @ torch.diag(S) @ Vh
+    exact = exact_orthogonalization(G, coefficients)
     assert relative(zeropower_via_newtonschulz5(G, torch.float32) - exact, exact) < 0.005
 
 
 # ---- Use in other projects -----------------------------------------------------------------------
-@both_dtypes
-def test_the_section_alone_trains_another_network(dtype):
+def test_the_section_alone_takes_the_same_steps():
     """As README says, the section can be copied. It needs torch and torch.distributed as dist."""
     sections = Path(train_gpt2.__file__).read_text().split("\n# ---- ")
     (section,) = [section for section in sections if section.startswith("Muon")]
     names = {"torch": torch, "dist": dist}
     exec(compile("# " + section, "muon.py", "exec"), names)
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(96, 32), nn.ReLU(), nn.Linear(32, 4)
-    )
-    matrices = [model[0].weight, model[3].weight]
-    others = [p for p in model.parameters() if all(p is not q for q in matrices)]
-    muon = names["Muon"](matrices, lr=0.005, dtype=getattr(torch, dtype))
-    adamw = torch.optim.AdamW(others, lr=0.01)
-    schedule = torch.optim.lr_scheduler.LinearLR(muon, 1.0, 0.1, 40)
-    images, labels = torch.randn(64, 1, 6, 6), torch.randint(4, (64,))
+    results = []
+    for kind in names["Muon"], Muon:
+        params = make_parameters()
+        muon = kind(params, lr=0.02, weight_decay=0.1, **NORMUON)
 
-    def closure():
-        model.zero_grad()
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        return loss
+        def loss_with_gradients(params=params, muon=muon):
+            muon.zero_grad()
+            loss = sum(p.square().sum() for p in params)
+            loss.backward()
+            return loss
 
-    losses = []
-    for _ in range(40):
-        losses.append(muon.step(closure).item())
-        adamw.step()
-        schedule.step()
-    assert muon.step() is None
-    assert losses[0] > 1.2 and losses[-1] < 0.1
-    assert muon.param_groups[0]["lr"] == pytest.approx(0.0005)
+        losses = [muon.step(loss_with_gradients).item() for _ in range(3)]
+        assert losses[0] > losses[1] > losses[2] and muon.step() is None
+        results.append(flat(params))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("options", [{}, NORMUON])
@@ -485,10 +457,9 @@ def test_a_copy_goes_on_like_the_original(copied, options):
     set_gradients(params, 0)
     muon.step()
     others, other = copied((params, muon))
-    for step, (some, optimizer) in enumerate(((params, muon), (others, other))):
+    for some, optimizer in (params, muon), (others, other):
         set_gradients(some, 1)
         optimizer.step()
-        assert flat(some).isfinite().all(), step
     assert torch.equal(flat(params), flat(others))
     assert (other.rank, other.world_size, other.dtype) == (0, 1, torch.bfloat16)
 
@@ -500,13 +471,13 @@ def saved_and_loaded(state):
     return torch.load(file, weights_only=True)
 
 
-@both_dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, NORMUON])
 def test_a_state_can_be_loaded_again_and_again(options, dtype):
     """As accelerate and the Trainer of transformers do: accelerator.prepare() loads the optimizer's
     own state_dict, and load_state() a saved one, with the options of a scheduler that the fresh
     optimizer lacks; afterwards, the loaded optimizer is saved."""
-    params = [nn.Parameter(p.detach().to(getattr(torch, dtype))) for p in make_parameters()]
+    params = [nn.Parameter(p.detach().to(dtype)) for p in make_parameters()]
     muon = Muon(params, lr=0.02, weight_decay=0.1, **options)
     torch.optim.lr_scheduler.ConstantLR(muon, factor=1)
     for step in range(4):
@@ -527,14 +498,3 @@ def test_a_state_can_be_loaded_again_and_again(options, dtype):
     assert torch.equal(flat(copies), flat(params))
     group = resumed.param_groups[0]
     assert (group["lr"], group["initial_lr"]) == (0.02, 0.02)
-
-
-def test_parameters_may_be_replaced_in_the_groups():
-    """As accelerate does after fully_shard."""
-    params, expected = make_parameters(), make_parameters()
-    muon, plain = Muon(make_parameters(), lr=0.02), Muon(expected, lr=0.02)
-    muon.param_groups[0]["params"] = params
-    for some, optimizer in (params, muon), (expected, plain):
-        set_gradients(some, 0)
-        optimizer.step()
-    assert torch.equal(flat(params), flat(expected))

@@ -41,6 +41,12 @@ def check_log(fields, loss):
     assert run.finished and run.val_loss == round(loss, 4)
 
 
+def check_resumed(fields, loss):
+    """Resume a run, and check its log."""
+    trained(fields)
+    check_log(fields, loss)
+
+
 @pytest.fixture
 def loss(tiny):
     """The loss of the undisturbed run."""
@@ -63,8 +69,7 @@ def test_a_file_limit_never_cuts_a_result(fields, loss, tmp_path):
         else:
             assert "free disk space" in done.stderr
             assert set(results(fields)) <= {f"{loss:.4f}"}
-        trained(fields)
-        check_log(fields, loss)
+        check_resumed(fields, loss)
     assert statuses == {0, 1}
 
 
@@ -86,8 +91,7 @@ def fail_once(log, data):
 train_gpt2.Log.write = fail_once"""
     trained(fields, script=launcher(tmp_path, code))
     check_log(fields, loss)
-    trained(fields)
-    check_log(fields, loss)
+    check_resumed(fields, loss)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -106,8 +110,7 @@ def kill(partial, path):
 os.replace = kill"""
     done = run_forked(fields, script=launcher(tmp_path, code))
     assert done.returncode == -signal.SIGKILL
-    trained(fields)
-    check_log(fields, loss)
+    check_resumed(fields, loss)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -127,8 +130,7 @@ def kill(log, data):
 
 train_gpt2.Log.write = kill"""
     assert run_forked(fields, script=launcher(tmp_path, code)).returncode == -signal.SIGKILL
-    trained(fields)
-    check_log(fields, loss)
+    check_resumed(fields, loss)
 
 
 def test_a_full_disk_at_the_start_is_an_error_at_once(fields, loss, tmp_path):
@@ -136,8 +138,7 @@ def test_a_full_disk_at_the_start_is_an_error_at_once(fields, loss, tmp_path):
     done = run_forked(fields, script=launcher(tmp_path, LIMIT.format(50_000)))
     assert done.returncode == 1 and "r.txt cannot be written: free disk space" in done.stderr
     assert "step:1/" not in done.stdout
-    trained(fields)
-    check_log(fields, loss)
+    check_resumed(fields, loss)
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
@@ -172,8 +173,7 @@ def test_a_kill_in_a_write_that_a_full_disk_cut_leaves_no_false_result(
         with pytest.raises(KeyboardInterrupt):
             run_here(fields)
     assert results(fields) == [f"{loss:.0f}"]
-    trained(fields)
-    check_log(fields, loss)
+    check_resumed(fields, loss)
 
 
 def test_a_log_that_was_replaced_survives_a_full_disk(fields, loss, tmp_path):
@@ -184,8 +184,7 @@ def test_a_log_that_was_replaced_survives_a_full_disk(fields, loss, tmp_path):
     script = faulty_script(tmp_path, fault)
     assert run_forked({**fields, "save_every": 2}, script=script).returncode == 1
     assert "\nstep:4/6 train_loss:" in path.read_text()
-    trained(fields)
-    check_log(fields, loss)
+    check_resumed(fields, loss)
 
 
 def test_a_stop_with_lines_that_could_not_be_logged_is_an_error(fields, loss, tmp_path):
@@ -194,8 +193,7 @@ def test_a_stop_with_lines_that_could_not_be_logged_is_an_error(fields, loss, tm
     done = run_forked(fields, script=faulty_script(tmp_path, fault))
     assert done.returncode == 1
     assert "r.txt lacks the last lines, but a checkpoint was saved: free disk" in done.stderr
-    trained(fields)
-    check_log(fields, loss)
+    check_resumed(fields, loss)
 
 
 # ---- Other runs ----------------------------------------------------------------------------------
