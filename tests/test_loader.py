@@ -170,6 +170,13 @@ def test_what_is_not_a_file_is_no_shard(make, tmp_path):
         TokenStream(pattern, 65536)
 
 
+def test_a_folder_that_is_being_packed_is_refused(tmp_path):
+    fresh_shards(tmp_path, [range(100)])
+    (tmp_path / ".pack").mkdir()
+    with pytest.raises(UserError, match="is being packed"):
+        open_data(settings_of(tmp_path), CPU)
+
+
 def test_the_ranks_must_divide_the_batch(tmp_path, monkeypatch):
     monkeypatch.setattr("train_gpt2.get_world_size", lambda: 3)
     with pytest.raises(UserError, match="batch_size=4 must be a multiple of the 3 ranks"):
