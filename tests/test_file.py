@@ -78,16 +78,13 @@ def test_importing_it_has_no_side_effects(tmp_path):
 def test_the_help_explains_every_setting_and_preset(capsys, monkeypatch):
     n_layer = Hyperparameters.__dataclass_fields__["n_layer"]
     monkeypatch.setattr(n_layer, "metadata", {**n_layer.metadata, "help": "100% of blocks"})
-    with pytest.raises(SystemExit) as done:
+    with pytest.raises(SystemExit):
         train_gpt2.parse_args(["--help"])
-    assert done.value.code == 0
-    printed = capsys.readouterr().out
-    assert train_gpt2.__doc__.strip() in printed
-    words = " ".join(printed.split())
+    words = " ".join(capsys.readouterr().out.split())
+    assert " ".join(train_gpt2.__doc__.split()) in words
     for field in dataclasses.fields(Hyperparameters):
-        text = field.metadata.get("help", "")
         default = str(field.default) or "''"
-        assert f" --{field.name} {default} {text} ".replace("  ", " ") in f"{words} ", field.name
+        assert f" --{field.name} {default} {field.metadata['help']} " in words, field.name
     for name, (text, _) in PRESETS.items():
         assert f"{name} {text}" in words
 

@@ -22,7 +22,7 @@ from conftest import (
     validations,
 )
 from plain import PlainGPT, plain_optimizers, plain_step
-from plain26 import ngram_rows, offset
+from plain26 import ngram_rows
 from torch import nn
 
 import train_gpt2
@@ -33,9 +33,10 @@ from train_gpt2 import (
     NgramTable,
     build_model,
     build_optimizers,
-    norm,
     sum_gradients,
 )
+
+ADAMW_FOR_NGRAMS = MODERN | {"ngram_learning_rate": 0.0}
 
 
 def make_model(dtype="float32", **changes):
@@ -81,40 +82,29 @@ def test_loss_and_gradients_equal_the_plain_model(dtype):
 
 
 @both_dtypes
-def test_activations_have_the_chosen_dtype_and_all_else_is_float32(dtype):
-    gpt, args = make_model(dtype)
+@pytest.mark.parametrize("settings", [{}, MODERN, ADAMW_FOR_NGRAMS])
+def test_activations_and_tables_have_the_chosen_dtype_and_all_else_is_float32(settings, dtype):
+    """The tables are those of the modern model, except that of n-grams if Adagrad trains it."""
+    gpt, args = make_model(dtype, **settings)
     seen = []
-    modules = train_gpt2.CastedLinear, train_gpt2.Block, train_gpt2.Rotary
+    modules = train_gpt2.CastedLinear, train_gpt2.Block, train_gpt2.ModernBlock, train_gpt2.Rotary
     for module in gpt.modules():
         if isinstance(module, modules):
             module.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     loss = gpt(*make_batch(args))
     loss.backward()
-    assert len(seen) == args.n_layer * 9 and set(seen) == {getattr(torch, dtype)}
-    others = [loss, *gpt.parameters(), *gradients(gpt).values(), *gpt.buffers()]
-    assert {tensor.dtype for tensor in others} == {torch.float32}
-
-
-@both_dtypes
-@pytest.mark.parametrize("ngram_learning_rate", [0.03, 0.0])
-def test_tables_of_the_modern_model_have_its_dtype(ngram_learning_rate, dtype):
-    """Except that of n-grams if Adagrad trains it."""
-    settings = {**MODERN, "ngram_learning_rate": ngram_learning_rate}
-    gpt, args = make_model(dtype, **settings)
-    seen = []
-    for module in gpt.modules():
-        if isinstance(module, (train_gpt2.CastedLinear, train_gpt2.Rotary, train_gpt2.ModernBlock)):
-            module.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    gpt(*make_batch(args)).backward()
-    assert len(seen) > args.n_layer * 9 and set(seen) == {getattr(torch, dtype)}
+    gates = sum("value_gate" in name for name, _ in gpt.named_parameters())
+    assert len(seen) == args.n_layer * 9 + gates and set(seen) == {getattr(torch, dtype)}
+    expected = set()
+    if settings and dtype == "bfloat16":
+        expected = {"wte.weight", *(f"h.{layer}.attn.value_table.weight" for layer in range(2))}
+        expected |= {"ngrams.weight"} if settings == ADAMW_FOR_NGRAMS else set()
     tables = {name for name, p in gpt.named_parameters() if p.dtype == torch.bfloat16}
-    expected = {"wte.weight", *(f"h.{layer}.attn.value_table.weight" for layer in range(2))}
-    if ngram_learning_rate == 0:
-        expected.add("ngrams.weight")
-    assert tables == (expected if dtype == "bfloat16" else set())
-    assert gpt.ngrams.weight.grad.is_sparse == (ngram_learning_rate > 0)
-    others = {p.dtype for name, p in gpt.named_parameters() if name not in tables}
-    assert others == {torch.float32}
+    assert tables == expected
+    others = [loss, *(p for name, p in gpt.named_parameters() if name not in tables)]
+    others += [buffer for buffer in gpt.buffers() if buffer.is_floating_point()]
+    assert {tensor.dtype for tensor in others} == {torch.float32}
+    assert all(p.grad.dtype == p.dtype for p in gpt.parameters())
 
 
 @both_dtypes
@@ -222,49 +212,41 @@ def test_a_position_gets_the_rows_of_its_last_tokens(longest, vocab_size):
             torch.testing.assert_close(out[b, place], table.weight[rows].sum(0))
 
 
-def test_a_gradient_has_only_the_rows_that_were_used():
-    gpt, args = make_model(**MODERN)
-    inputs, targets = make_batch(args, rows=1)
-    gpt(inputs, targets).backward()
-    rows = {row for i in range(16) for row in ngram_rows(inputs[0].tolist(), i, 4, 997)}
-    gradient = gpt.ngrams.weight.grad
-    assert gradient.is_sparse and set(gradient.coalesce().indices()[0].tolist()) == rows
-
-
 def test_a_sparse_and_a_dense_gradient_are_equal():
-    """Adagrad takes sparse gradients, AdamW dense ones."""
-    inputs = torch.randint(256, (2, 32))
+    """Adagrad takes sparse gradients, which have only the rows that were used; AdamW dense ones."""
+    inputs = torch.randint(256, (2, 8))
     found = []
     for ngram_learning_rate in 0.03, 0.0:
         table = make_table(3, 97, 0.5, ngram_learning_rate)
         table(inputs).square().sum().backward()
         found.append(table.weight.grad)
     sparse, dense = found
-    assert sparse.is_sparse and not dense.is_sparse
+    places = [(tokens, place) for tokens in inputs.tolist() for place in range(8)]
+    rows = {row for tokens, place in places for row in ngram_rows(tokens, place, 3, 97)}
+    assert sparse.is_sparse and set(sparse.coalesce().indices()[0].tolist()) == rows
+    assert not dense.is_sparse
     torch.testing.assert_close(sparse.to_dense(), dense)
 
 
-def test_which_optimizer_trains_the_ngrams():
-    for ngram_learning_rate, kind in (0.03, torch.optim.Adagrad), (0.0, torch.optim.AdamW):
-        gpt, args = make_model(**{**MODERN, "ngram_learning_rate": ngram_learning_rate})
-        (owner,) = (
-            optimizer
-            for optimizer in build_optimizers(gpt, args)
-            if any(p is gpt.ngrams.weight for p in train_gpt2.params_of(optimizer))
-        )
-        assert type(owner) is kind
+@pytest.mark.parametrize(
+    "changes, names",
+    [
+        ({}, ["Muon", "AdamW", "Adagrad"]),
+        ({"ngram_learning_rate": 0.0}, ["Muon", "AdamW"]),
+        ({"ngram_learning_rate": 0.0, "ngram_rows": 0, "max_ngram": 2}, ["Muon", "AdamW"]),
+    ],
+)
+def test_adagrad_trains_the_ngrams_if_it_has_a_rate(changes, names):
+    """Otherwise AdamW does, and without rows, there are no n-grams."""
+    gpt, args = make_model(**MODERN | changes)
+    optimizers = build_optimizers(gpt, args)
+    assert [type(optimizer).__name__ for optimizer in optimizers] == names
+    assert (gpt.ngrams is None) == (args.ngram_rows == 0)
+    if gpt.ngrams is not None:
         before = gpt.ngrams.weight.detach().clone()
-        take_step(gpt, build_optimizers(gpt, args), *make_batch(args), args)
+        assert any(p is gpt.ngrams.weight for p in train_gpt2.params_of(optimizers[-1]))
+        take_step(gpt, optimizers, *make_batch(args), args)
         assert not torch.equal(gpt.ngrams.weight, before)
-
-
-def test_without_rows_there_are_no_ngrams():
-    none = dict(ngram_rows=0, max_ngram=2, ngram_learning_rate=0.0)
-    gpt, args = make_model(**{**MODERN, **none})
-    assert gpt.ngrams is None
-    names = [type(optimizer).__name__ for optimizer in build_optimizers(gpt, args)]
-    assert names == ["Muon", "AdamW"]
-    assert gpt(*make_batch(args)).isfinite()
 
 
 def test_dropout_keeps_its_fraction_of_the_ngrams_and_scales_them_up():
@@ -304,26 +286,7 @@ def test_dropout_depends_on_the_seed(seed):
     assert (first & second).float().mean().item() == pytest.approx(0.25, abs=0.04)
 
 
-# ---- Keys and defaults --------------------------------------------------------------------------
-@pytest.mark.parametrize("layer, is_long", [(0, False), (1, True), (2, False), (3, True)])
-def test_a_key_holds_the_token_before_in_its_channels_without_position(layer, is_long):
-    """In the layers with the long window."""
-    gpt, _ = make_model(**MODERN | {"n_layer": 4})
-    attn = gpt.h[layer].attn
-    x, tokens = torch.randn(3, 16, 16), torch.randint(64, (3, 16))
-    q, k = (attn.rotary(norm(attn.split_heads(linear(x)))) for linear in (attn.c_q, attn.c_k))
-    if is_long:
-        k = offset(k)
-    v = attn.split_heads(attn.c_v(x))
-    if layer > 0:  # the gates are 1 at first
-        v = v + attn.split_heads(attn.value_table(tokens))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    scores = 0.12 * q @ k.mT
-    scores = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)
-    expected = attn.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attn(x, tokens, None), expected)
-
-
+# ---- Defaults ------------------------------------------------------------------------------------
 def test_by_default_the_model_is_that_of_record_7():
     args = Hyperparameters()
     with torch.device("meta"):
@@ -333,22 +296,6 @@ def test_by_default_the_model_is_that_of_record_7():
 
 
 # ---- Training steps ------------------------------------------------------------------------------
-def spoiled_steps(rank, world_size):
-    """Take two steps in which the last rank has a gradient that is not finite; return losses."""
-    gpt, args = make_model()
-    if rank == world_size - 1:
-        weight = gpt.h[1].mlp.c_fc.weight
-        weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor(3), -math.inf))
-    optimizers = build_optimizers(gpt, args)
-    batch = make_batch(args, seed=rank)
-    return [take_step(gpt, optimizers, *batch, args).item() for _ in range(2)]
-
-
-def test_a_gradient_that_is_not_finite_makes_the_next_loss_nan_on_all_ranks(tmp_path):
-    for first, second in run_ranks(spoiled_steps, 3, tmp_path / "ranks"):
-        assert math.isfinite(first) and math.isnan(second)
-
-
 @both_dtypes
 def test_golden_losses(dtype):
     """A change that moves these losses of a tiny run changes the algorithm."""
@@ -433,13 +380,12 @@ def test_a_request_to_stop_ends_the_run_after_the_step_in_flight(tiny):
 def make_gradients(rank):
     """Return small integers, whose sums are exact in every dtype; one is sparse, one is missing."""
     generator = torch.Generator().manual_seed(rank)
-    gradients = []
-    for shape in (3,), (8, 4), (2, 3, 5), (16, 4), (8, 4), (6, 2), (8, 4), (7, 2):
-        gradients.append(torch.randint(-9, 10, shape, generator=generator).float())
-    gradients[5][rank] = 0  # each rank has other rows
-    gradients[5] = gradients[5].to_sparse(1)
-    gradients[6] = gradients[6].bfloat16()
-    gradients[7] = gradients[7].double()
+    shapes = (3,), (6, 2), (8, 4), (2, 3, 5), (7, 2)
+    gradients = [torch.randint(-9, 10, shape, generator=generator).float() for shape in shapes]
+    gradients[1][rank] = 0  # each rank has other rows
+    gradients[1] = gradients[1].to_sparse(1)
+    gradients[2] = gradients[2].bfloat16()
+    gradients[4] = gradients[4].double()
     return [*gradients, None]
 
 
@@ -465,7 +411,7 @@ def test_gradients_are_summed_over_ranks(world_size, tmp_path):
 
 
 def test_a_single_process_sums_nothing():
-    assert summed_gradients(0, 1)[5].is_sparse
+    assert summed_gradients(0, 1)[1].is_sparse
 
 
 # ---- Compiled and on several ranks ---------------------------------------------------------------

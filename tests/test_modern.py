@@ -1,19 +1,13 @@
-"""The modern model: against a plain implementation, and by its properties.
-
-Each part of the plain implementation is also broken on purpose, to show that the tests see it.
-"""
+"""The modern model: against a plain implementation, and by its properties."""
 
 import dataclasses
-import functools
 import math
-from pathlib import Path
-from types import ModuleType
 
-import plain26
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, both_dtypes, take_step
+from conftest import TINY, take_step
+from plain26 import PlainModern, PlainTraining
 from test_model import gradients
 from torch import nn
 
@@ -62,23 +56,12 @@ def make_batch(args, rows=2, seed=1):
     shape = (rows, args.sequence_length + 1)
     tokens = torch.randint(4, args.vocab_size, shape, generator=generator)
     starts = torch.rand(shape, generator=generator) < 1 / 90
-    tokens[starts] = args.document_token
+    tokens[starts] = args.document_token if args.window else 3
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def faulty_plain(*changes):
-    """Return a copy of the module plain26 in which texts are replaced: pairs (old, new)."""
-    source = Path(plain26.__file__).read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, f"{old!r} must occur once in plain26.py"
-        source = source.replace(old, new)
-    module = ModuleType("faulty26")
-    exec(compile(source, "faulty26", "exec"), vars(module))
-    return module
-
-
-def plain_model(model, args, module=plain26):
-    plain = module.PlainModern(args)
+def plain_model(model, args):
+    plain = PlainModern(args)
     plain.load_state_dict(model.state_dict())
     return plain
 
@@ -91,38 +74,27 @@ def loss_and_gradients(model, *batch):
     return loss.item(), gradients(model)
 
 
-def largest_difference(ours, theirs):
-    """Return the largest difference of losses and gradients, relative to values above 1."""
-    (our_loss, our_gradients), (their_loss, their_gradients) = ours, theirs
-    if our_gradients.keys() != their_gradients.keys():
-        return math.inf
-    differences = [abs(our_loss - their_loss)]
-    for name, gradient in our_gradients.items():
-        norm = their_gradients[name].norm()
-        differences.append(((gradient - their_gradients[name]).norm() / norm.clamp(min=1)).item())
-    return max(differences)
-
-
 @pytest.mark.parametrize(
-    "n_layer, window",  # in blocks
-    [(9, 1), (9, 2), (9, 3), (9, 4), (8, 3), (4, 2), (3, 3), (2, 4)],
-)
-def test_loss_and_gradients_are_those_of_the_plain_model(n_layer, window):
-    model, args = make_model(n_layer=n_layer)
+    "changes, window",  # in blocks
+    [
+        ({}, 1), ({}, 2), ({}, 3), ({}, 4), ({"n_layer": 8}, 3), ({"n_layer": 4}, 2),
+        ({"n_layer": 3}, 3), ({"n_layer": 2}, 4), ({"n_layer": 1}, 2),
+        ({"n_layer": 4, "ngram_rows": 0, "max_ngram": 2}, 2),
+        ({"n_layer": 4, "window": 0, "document_token": 50256}, 8),  # all tokens before
+    ],
+)  # fmt: skip
+def test_loss_and_gradients_are_those_of_the_plain_model(changes, window):
+    model, args = make_model(**changes)
     model.window_blocks.fill_(window)
     inputs, targets = make_batch(args)
-    ours = loss_and_gradients(model, inputs, targets)
-    theirs = loss_and_gradients(plain_model(model, args), inputs, targets, window)
-    assert largest_difference(ours, theirs) < 1e-5
-
-
-def test_without_ngrams_they_agree_too():
-    model, args = make_model(n_layer=4, ngram_rows=0, max_ngram=2)
-    model.window_blocks.fill_(2)
-    inputs, targets = make_batch(args)
-    ours = loss_and_gradients(model, inputs, targets)
-    theirs = loss_and_gradients(plain_model(model, args), inputs, targets, 2)
-    assert largest_difference(ours, theirs) < 1e-5
+    loss, ours = loss_and_gradients(model, inputs, targets)
+    exact_loss, exact = loss_and_gradients(plain_model(model, args), inputs, targets, window)
+    assert abs(loss - exact_loss) < 1e-5 and ours.keys() == exact.keys()
+    for name, gradient in ours.items():
+        size = exact[name].norm()
+        assert (gradient - exact[name]).norm() < 1e-5 * size.clamp(min=1), name
+        # The only layer is also the saved one, so that backout cancels.
+        assert size > 1e-4 or args.n_layer == 1, f"{name} has no effect"
 
 
 @pytest.mark.parametrize("n_layer", [9, 4])
@@ -139,179 +111,24 @@ def test_in_bfloat16_they_agree_up_to_rounding(n_layer):
         assert similarity > 0.97, name
 
 
-SKIP = 'outputs[self.roles["skip"][0]]'
-CALL = "block(x, x0, ngrams, saved, inputs, masks[block.is_long])"
-LONG = "self.is_long = layer in"
-MODEL_FAULTS = {
-    "gates without their factor of 2": ("gate = 2 * ", "gate = "),
-    "no gates": ('2 * torch.sigmoid(self.attn["value_gate"](x[:, :, :12]))', "torch.ones(B, T, 2)"),
-    "gates read other channels": ("x[:, :, :12]", "x[:, :, -12:]"),
-    "no value embeddings": ("v = v + gate", "gate"),
-    "values in other layers": ('if layer in roles["values"]', "if layer in (0, 2, 6, 7, 8)"),
-    "no key offset": ("if self.is_long:", "if False:"),
-    "key offset in all layers": ("if self.is_long:", "if True:"),
-    "key offset in the short layers": ("if self.is_long:", "if not self.is_long:"),
-    "key offset in the channels with positions": ("in D // 4, 3 * D // 4:", "in 0, D // 2:"),
-    "key offset in half of its channels": ("in D // 4, 3 * D // 4:", "in (D // 4,):"),
-    "the first key is replaced, too": ("before[:, : T - 1,", "torch.zeros_like(before)[:, 1:,"),
-    "the first key is that of the last token": (
-        "k[:, 1:, :, channels] = before[:, : T - 1, :, channels]",
-        "k[..., channels] = before.roll(1, 1)[..., channels]",
-    ),
-    "key offset from the next token": (
-        "k[:, 1:, :, channels] = before[:, : T - 1",
-        "k[:, :-1, :, channels] = before[:, 1:",
-    ),
-    "other frequencies": ("1024 **", "10000 **"),
-    "positions in all channels": ("rates += [0.0] * (D // 4)", "rates += rates"),
-    "another attention scale": ("0.12 *", "0.25 *"),
-    "long window in other layers": ("long=[3, 8]", "long=[4, 8]"),
-    "all windows are short": ("masks[block.is_long]", "masks[False]"),
-    "all windows are long": ("masks[block.is_long]", "masks[True]"),
-    "tokens see other documents": ("token == document_token", "False"),
-    "attention reads the stream": ("x if saved is None else saved", "x"),
-    "the MLP reads the saved output, too": (
-        'self.mlp["c_fc"](norm(x))',
-        'self.mlp["c_fc"](norm(x if saved is None else saved))',
-    ),
-    "another output is saved": ("saved=6", "saved=5"),
-    "no gradient through the saved output": ("    saved = x\n", "    saved = x.detach()\n"),
-    "no backout": ("x = x - self.backout_weight", "x = x - 0 * self.backout_weight"),
-    "backout is added": ("x = x - self.backout_weight", "x = x + self.backout_weight"),
-    "no skip": (f"x = x + self.skip_weight * {SKIP}", "x = x + 0 * self.skip_weight"),
-    "skip from another layer": (SKIP, 'outputs[self.roles["skip"][0] - 1]'),
-    "skip after the input weights": (
-        f"x = x + self.skip_weight * {SKIP}\n            x = {CALL}",
-        f"x = {CALL} + self.skip_weight * {SKIP}",
-    ),
-    "n-grams only in the first layer": ("(x, x0, ngrams,", "(x, x0, ngrams * (layer == 0),"),
-    "no n-grams": ("(x, x0, ngrams,", "(x, x0, ngrams * 0,"),
-    "n-grams of two tokens only": ("weight[rows].sum(2)", "weight[rows[..., 0]]"),
-    "n-grams in another order": ("value * 1000003 + earlier", "earlier * 1000003 + value"),
-    "n-grams with another weight": ("self.input_weights[2] *", "self.input_weights[1] *"),
-    "no token embeddings": ("(x, x0, ngrams,", "(x, 0 * x0, ngrams,"),
-    "the stream has no weight": ("self.input_weights[0] * x", "self.input_weights[0] * 0 + x"),
-    "weights are applied to the sum": (
-        "x = x + self.input_weights[1] * x0",
-        "x = x + self.input_weights[0] * self.input_weights[1] * x0",
-    ),
-    "embeddings without norm": ("norm(self.wte(inputs))", "self.wte(inputs)"),
-    "no norm of queries": ("half_rotated(norm(q)), ", "half_rotated(q), "),
-    "no last norm": ("self.lm_head(norm(x))", "self.lm_head(x)"),
-    "no square in the MLP": ("(norm(x))) ** 2", "(norm(x)))"),
-    "no softcap": ("15 * torch.tanh(logits / 15)", "logits"),
-    "another softcap": ("15 * torch.tanh(logits / 15)", "30 * torch.tanh(logits / 30)"),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def nine_layers():
-    """A model, its settings, a batch, and its loss and gradients."""
-    model, args = make_model(sequence_length=256)
-    model.window_blocks.fill_(2)
-    batch = make_batch(args)
-    return model, args, batch, loss_and_gradients(model, *batch)
-
-
-@pytest.mark.parametrize("fault", MODEL_FAULTS)
-def test_a_fault_of_the_model_is_seen(fault, nine_layers):
-    model, args, batch, ours = nine_layers
-    plain = faulty_plain(MODEL_FAULTS[fault]).PlainModern(args)
-    plain.load_state_dict(model.state_dict(), strict=False)
-    for p in plain.parameters():
-        p.grad = torch.zeros_like(p)  # a fault may leave a parameter unused
-    theirs = plain(*batch, 2)
-    theirs.backward()
-    assert largest_difference(ours, (theirs.item(), gradients(plain))) > 1e-3
-
-
 # ---- Training ------------------------------------------------------------------------------------
-@functools.cache
-def our_run(n_layer, length):
-    """Train as a run does; return the loss and the parameters of each step."""
-    model, args = make_model(n_layer=n_layer, sequence_length=length, window=length)
-    optimizers = build_optimizers(model, args)
-    history = []
-    for step in range(args.num_iterations):
-        batch = make_batch(args, seed=step)
-        apply_schedule(model, optimizers, step, args)
-        loss = take_step(model, optimizers, *batch, args, step).item()
-        history.append((loss, [p.detach().clone() for p in model.parameters()]))
-    return history
-
-
-def first_departure(history, module, n_layer, length):
-    """Return the first step after which plain training differs, or None if it never does."""
-    model, args = make_model(n_layer=n_layer, sequence_length=length, window=length)
-    plain = plain_model(model, args, module)
-    training = module.PlainTraining(plain, args)
-    for step, (our_loss, ours) in enumerate(history):
-        inputs, targets = make_batch(args, seed=step)
-        loss = plain(inputs, targets, training.window())
-        loss.backward()
-        training.update()
-        # Rounding of bfloat16 updates alone makes differences of up to 7e-5 and 3e-3.
-        changes = [(p - q).norm() / q.norm() for p, q in zip(ours, plain.parameters())]
-        if abs(loss.item() - our_loss) > 1e-4 or max(changes) > 1e-2:
-            return step
-    return None
-
-
 @pytest.mark.parametrize("n_layer, length", [(8, 384), (4, 256)])
 def test_a_run_follows_the_plain_training_step_by_step(n_layer, length):
     """Through momentum's warm-up and cooldown, the growing window and the decay of the rates."""
-    assert first_departure(our_run(n_layer, length), plain26, n_layer, length) is None
-
-
-GATE_OPTIONS = "return 0.008, 0.9, 0.99"
-SCALAR_OPTIONS = "return 0.04, 0.9, 0.99"
-TABLE_OPTIONS = "return self.args.embedding_learning_rate, 0.75, 0.95"
-TRAINING_FAULTS = {
-    "AdamW in every step": ("is_due = self.step % self.args.adamw_every == 0", "is_due = True"),
-    "AdamW in the first of two steps": ("adamw_every == 0", "adamw_every == 1"),
-    "AdamW sees only the last gradient": (
-        "elif is_due:\n                self.adamw_update(name, p, scale)",
-        "else:\n                self.adamw_update(name, p, scale) if is_due else None",
-    ),
-    "AdamW's bias is corrected by all steps": ("adamw_steps += is_due", "adamw_steps += 1"),
-    "the rate of the gates": (GATE_OPTIONS, GATE_OPTIONS.replace("return", "return 5 *")),
-    "the rate of the scalars": (SCALAR_OPTIONS, SCALAR_OPTIONS.replace("0.04", "0.03")),
-    "the rate of the tables": ("return self.args.embedding_learning_rate", "return 0.05"),
-    "beta1 of the head": ("0.5, 0.95", "0.75, 0.95"),
-    "beta2 of the head": ("0.5, 0.95", "0.5, 0.99"),
-    "token embeddings in the group of the head": (
-        'if name == "lm_head.weight"', 'if name in ("wte.weight", "lm_head.weight")'
-    ),
-    "beta1 of the tables": ("0.75, 0.95", "0.9, 0.95"),
-    "beta2 of the tables": ("0.75, 0.95", "0.75, 0.99"),
-    "the betas of the gates": (GATE_OPTIONS, GATE_OPTIONS.replace("0.9, 0.99", "0.0, 0.5")),
-    "the betas of the scalars": (SCALAR_OPTIONS, SCALAR_OPTIONS.replace("0.9, 0.99", "0.8, 0.95")),
-    "no warm-up": ("min(rise, fall, 1)", "min(fall, 1)"),
-    "no cooldown": ("min(rise, fall, 1)", "min(rise, 1)"),
-    "no Nesterov momentum": ("p.grad.lerp(average, momentum)", "average"),
-    "one rate for all shapes": ('2 if "mlp" in name', '1 if "mlp" in name'),
-    "mlp.c_proj is not rescaled": ('2 if "mlp" in name', '2 if "mlp.c_fc" in name'),
-    "rows of any size": ("update = update / squares.clamp(min=1e-10).sqrt()", ""),
-    "beta2 of NorMuon": ("0.95 * squares + 0.05 * size", "0.9 * squares + 0.1 * size"),
-    "columns in place of rows": ("1 if p.size(0) >= p.size(1) else 0", "0"),
-    "rows of wide matrices": ("1 if p.size(0) >= p.size(1) else 0", "1"),
-    "NorMuon changes the norm": ("update = update * length / update.norm()", ""),
-    "no weight decay": ("rate * decay * p * same_sign", "0"),
-    "decay that is not cautious": ("p * same_sign", "p"),
-    "decay where the update has the other sign": ("p * same_sign", "p * ~same_sign"),
-    "decay that ignores the schedule": ("decay = scale *", "decay ="),
-    "decay that depends on the shape": ("+ rate * decay", "+ rate * shape_factor * decay"),
-    "rates that do not fall": ("return 1.0 if left >= 1", "return 1.0 if left >= 0"),
-    "rates that fall to zero": ("(1 - left) * self.args.final_lr", "0"),
-    "AdamW's rates do not fall": ("p -= scale * rate", "p -= rate"),
-    "a window that does not grow": ("self.args.window * progress", "self.args.window"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", TRAINING_FAULTS)
-def test_a_fault_of_the_training_is_seen(fault):
-    module = faulty_plain(TRAINING_FAULTS[fault])
-    assert first_departure(our_run(4, 256), module, 4, 256) is not None
+    model, args = make_model(n_layer=n_layer, sequence_length=length, window=length)
+    plain = plain_model(model, args)
+    optimizers, training = build_optimizers(model, args), PlainTraining(plain, args)
+    for step in range(args.num_iterations):
+        inputs, targets = make_batch(args, seed=step)
+        apply_schedule(model, optimizers, step, args)
+        loss = take_step(model, optimizers, inputs, targets, args, step).item()
+        plain_loss = plain(inputs, targets, training.window())
+        plain_loss.backward()
+        training.update()
+        # Rounding of bfloat16 updates alone makes differences of up to 7e-5 and 3e-3.
+        assert abs(plain_loss.item() - loss) < 1e-4
+        for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+            assert (p - q).norm() < 1e-2 * q.norm(), (step, name)
 
 
 # ---- Presets and schedules -----------------------------------------------------------------------
@@ -407,27 +224,8 @@ def test_the_schedule_is_that_of_the_public_records(preset):
     scales = [1, 1, 0.15 + 0.85 / 2, 0.15]
     assert [lr_scale_at(step, args) for step in steps] == pytest.approx(scales, abs=1e-3)
     steps = [0, 1, last // 2, last - 1, last]
-    assert [window_blocks_at(step, args) for step in steps] == [
-        1,
-        1,
-        7,
-        14,
-        14,
-    ]  # blocks of 128 tokens
-
-
-def test_the_schedule_scales_the_decay_of_weights_too():
-    """So the decay per step, rate times decay, falls with the square of the rates."""
-    model, args = make_model(n_layer=2)
-    muon, adamw = build_optimizers(model, args)
-    lr, decay = args.muon_learning_rate, args.muon_weight_decay
-    for step in (0, 6, 9, 12):
-        apply_schedule(model, [muon, adamw], step, args)
-        scale = lr_scale_at(step, args)
-        for group in muon.param_groups:
-            values = group["lr"], group["weight_decay"]
-            assert values == pytest.approx((scale * lr, scale * decay))
-        assert {group["weight_decay"] for group in adamw.param_groups} == {0}
+    blocks = [1, 1, 7, 14, 14]  # of 128 tokens
+    assert [window_blocks_at(step, args) for step in steps] == blocks
 
 
 @pytest.mark.parametrize("preset", train_gpt2.PRESETS)
@@ -443,26 +241,14 @@ def test_a_longer_run_stretches_the_schedule(preset):
             assert value_at(step, args) == pytest.approx(value_at(3 * step, longer), abs=tolerance)
 
 
-def test_by_default_the_rates_decay_during_the_last_1450_of_5100_steps():
-    scales = [lr_scale_at(step, Hyperparameters()) for step in range(5101)]
-    assert scales[: 5100 - 1450 + 1] == [1.0] * 3651
-    assert scales[5100 - 1450 :] == pytest.approx([k / 1450 for k in range(1450, -1, -1)])
-
-
 # ---- Masks --------------------------------------------------------------------------------------
 def dense(mask):
     """Return a BlockMask as a bool tensor (B, T, T)."""
-    counts, indices = mask.kv_num_blocks[:, 0], mask.kv_indices[:, 0]
-    B, blocks = counts.shape
-    T = blocks * train_gpt2.BLOCK
-    seen = torch.zeros(B, blocks, blocks, dtype=torch.bool)
-    for b in range(B):
-        for query in range(blocks):
-            seen[b, query, indices[b, query, : counts[b, query]]] = True
-    position = torch.arange(T)
-    sequence = torch.arange(B)[:, None, None]
+    blocks = mask.to_dense()[:, 0].bool()  # (B, T / 128, T / 128)
+    sequence = torch.arange(len(blocks))[:, None, None]
+    position = torch.arange(128 * blocks.size(1))
     pairs = mask.mask_mod(sequence, 0, position[:, None], position)
-    return pairs & seen.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return pairs & blocks.repeat_interleave(128, 1).repeat_interleave(128, 2)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
@@ -480,22 +266,6 @@ def test_the_masks_of_a_gpu_and_of_a_cpu_are_equal(window, monkeypatch):
     assert torch.equal(uncompiled[:, 0], cpu)  # FlexAttention would store all scores
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(dense(attention_mask(on_gpu, torch.tensor(window))), cpu)
-
-
-@both_dtypes
-def test_a_token_sees_its_document_within_the_window_and_nothing_else(dtype):
-    """One layer, so that the reach is that of one attention; keys hold the token before, too."""
-    model, args = make_model(dtype, n_layer=1, ngram_rows=0, max_ngram=2)
-    inputs, _ = make_batch(args)
-    model.window_blocks.fill_(2)
-    seen = attention_mask((inputs == args.document_token).cumsum(1), model.window_blocks)[:, 0]
-    for place in (0, 200, 300):
-        changed = inputs.clone()
-        changed[:, place] = torch.where(inputs[:, place] == 3, 3, inputs[:, place] % 60 + 4)
-        differs = (model(inputs) != model(changed)).any(-1)
-        assert not (differs & ~seen[:, :, place : place + 2].any(-1)).any()
-        token_differs = inputs[:, place] != changed[:, place]
-        assert (differs.sum(1) > 0.8 * seen[:, :, place].sum(1))[token_differs].all()
 
 
 def test_windows_and_documents_do_not_recompile():
@@ -516,22 +286,9 @@ def test_windows_and_documents_do_not_recompile():
 @pytest.mark.parametrize(
     "changes, phrase",
     [
-        ({"model": "gpt2"}, "window has no effect with model=gpt2"),
-        ({"ngram_rows": 0}, "max_ngram has no effect with ngram_rows=0"),
-        ({"window": 0}, "document_token has no effect with window=0"),
         ({"n_embd": 8}, "n_embd=8 must be at least 12"),
-        ({"max_ngram": 1}, "max_ngram=1 must be at least 2 and at most 2147483647"),
         ({"num_iterations": 11}, "num_iterations must be a multiple of adamw_every=2"),
         ({"save_every": 3}, "save_every must be a multiple of adamw_every=2"),
-        ({"adamw_every": 0}, "adamw_every=0 must be at least 1 and at most 2147483647"),
-        (
-            {"muon_cooldown_fraction": 1.5},
-            "muon_cooldown_fraction=1.5 must be at least 0 and at most 1",
-        ),
-        (
-            {"muon_weight_decay": -1.0},
-            "muon_weight_decay=-1.0 must be at least 0 and at most 2147483647",
-        ),
         ({"document_token": 64}, "document_token=64 is not in the vocabulary"),
         ({"sequence_length": 500}, "sequence_length=500 must be a multiple of 128 with --window"),
     ],

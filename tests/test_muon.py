@@ -23,16 +23,12 @@ SHAPES = [(16, 16), (64, 16), (16, 64), (8, 8), (4, 24), (3, 1), (1, 5), (6, 2, 
 SHAPES = SHAPES + [(16, 16)] * 5
 
 
-def polynomial(s, steps=5):
-    for _ in range(steps):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return s
-
-
-def exact_orthogonalization(G):
-    """Return U p(S) V^T in float64, where p is the scalar polynomial applied five times."""
+def exact_orthogonalization(G, coefficients=5 * [(3.4445, -4.7750, 2.0315)]):
+    """Return U p(S) V^T in float64, where p is a composition of scalar polynomials."""
     U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
-    S = polynomial(S / S.norm(dim=-1, keepdim=True))
+    S = S / S.norm(dim=-1, keepdim=True)
+    for a, b, c in coefficients:
+        S = a * S + b * S**3 + c * S**5
     return U @ torch.diag_embed(S) @ Vh
 
 
@@ -112,18 +108,32 @@ def test_singular_values_become_their_polynomial_as_well_as_in_the_plain_iterati
 @pytest.mark.parametrize(
     "options",
     [
-        {"lr": -1}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": -1}, {"rank": 2},
-        {"beta2": 1.0}, {"beta2": -0.1}, {"beta2": float("nan")},
+        {"lr": -1}, {"lr": math.nan}, {"momentum": 1.0}, {"weight_decay": -1},
+        {"beta2": 1.0}, {"beta2": -0.1}, {"beta2": math.nan},
+        {"rank": 2, "world_size": 2}, {"dtype": torch.float16},
     ],
 )  # fmt: skip
-def test_invalid_arguments_are_rejected(options):
-    """The message contains the value."""
-    [(name, value)] = options.items()
-    with pytest.raises(ValueError, match=f"{name}={value}.* must be"):
-        Muon(make_parameters(), **{"lr": 0.02, "world_size": 2, **options})
-    for shape in [(), (5,), (2, 2, 5, 5)]:
-        with pytest.raises(ValueError, match="a matrix or a stack of matrices"):
-            zeropower_via_newtonschulz5(torch.zeros(shape))
+def test_invalid_values_are_refused(options):
+    """The message contains the value. A schedule cannot set one later, either."""
+    name, value = next(iter(options.items()))
+    message = f"{name}={value}.* must be"
+    with pytest.raises(ValueError, match=message):
+        Muon(make_parameters(), **{"lr": 0.02, **options})
+    if name in ("rank", "dtype"):
+        return
+    params = make_parameters()
+    muon = Muon(params, lr=0.02)
+    set_gradients(params, 0)
+    muon.param_groups[0].update(options)
+    with pytest.raises(ValueError, match=message):
+        muon.step()
+    assert all(map(torch.equal, params, make_parameters()))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 2, 5, 5)])
+def test_newton_schulz_refuses_what_is_no_matrix_or_stack(shape):
+    with pytest.raises(ValueError, match="a matrix or a stack of matrices"):
+        zeropower_via_newtonschulz5(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (4, 6, 6), (2, 2, 2, 2, 2)])
@@ -149,33 +159,6 @@ def test_a_group_on_two_devices_is_refused():
     Muon([dict(params=[p]) for p in params], lr=0.02)
 
 
-def test_only_dtypes_that_neither_overflow_nor_underflow_are_accepted():
-    """In float16, gradients of 1e6 became NaN, and small ones vanished."""
-    with pytest.raises(ValueError, match="float16 must be torch"):
-        Muon(make_parameters(), lr=0.02, dtype=torch.float16)
-    for scale in 1e-5, 1e6:
-        for dtype in torch.bfloat16, torch.float32:
-            (p,) = make_parameters([(16, 24)])
-            muon = Muon([p], lr=1.0, dtype=dtype)
-            before, p.grad = p.detach().clone(), scale * torch.randn(16, 24)
-            expected = 24**0.5 * exact_orthogonalization(p.grad)
-            muon.step()
-            assert relative(before - p - expected, expected) < 0.05
-
-
-@pytest.mark.parametrize(
-    "change", [{"lr": math.nan}, {"momentum": 1.0}, {"weight_decay": -1}, {"beta2": 1.0}]
-)
-def test_a_schedule_cannot_set_an_invalid_value(change):
-    params = make_parameters()
-    muon = Muon(params, lr=0.02)
-    set_gradients(params, 0)
-    muon.param_groups[0].update(change)
-    with pytest.raises(ValueError, match="must be >= 0"):
-        muon.step()
-    assert all(map(torch.equal, params, make_parameters()))
-
-
 @pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_the_state_of_another_optimizer_is_refused(other):
     """torch.optim.Muon, since torch 2.9, and SGD use the same name for their momenta."""
@@ -185,27 +168,6 @@ def test_the_state_of_another_optimizer_is_refused(other):
         with pytest.raises(ValueError, match="was not saved by Muon"):
             muon.load_state_dict(state)
     assert muon.param_groups[0]["lr"] == 0.02
-
-
-def test_a_state_is_loaded_before_a_scheduler_adds_its_options():
-    params = make_parameters()
-    muon = Muon(params, lr=0.02)
-    set_gradients(params, 0)
-    muon.step()
-    torch.optim.lr_scheduler.OneCycleLR(muon, max_lr=0.5, total_steps=9)
-    fresh = Muon(params, lr=0.02)
-    fresh.load_state_dict(muon.state_dict())
-    assert fresh.param_groups == muon.param_groups and "max_lr" in fresh.param_groups[0]
-    assert all(torch.equal(*(o.state[p]["momentum_buffer"] for o in (muon, fresh))) for p in params)
-
-
-def test_large_gradients_in_float16_do_not_overflow():
-    p = nn.Parameter(torch.eye(8, 16).half())
-    muon = Muon([p], lr=0.02)
-    for _ in range(40):
-        p.grad = torch.full_like(p, 1e4)
-        muon.step()
-    assert p.isfinite().all()
 
 
 # ---- Steps, on any number of ranks ---------------------------------------------------------------
@@ -291,23 +253,6 @@ def test_every_world_size_gives_the_same_bits(world_size, tmp_path):
         assert sum(result.orthogonalized for result in of_ranks) == matrices, case
 
 
-def step_without_another_gradient_each(rank, world_size, options):
-    params = make_parameters([(8, 8)] * 4)
-    muon = Muon(params, 0.02, weight_decay=0.1, rank=rank, world_size=world_size, **options)
-    set_gradients(params, 0, skip=(rank,))
-    muon.step()
-    return [p.detach() for p in params]
-
-
-@pytest.mark.parametrize("options", [{}, NORMUON])
-def test_ranks_that_lack_different_gradients_stay_equal(options, tmp_path):
-    """The four matrices form one stack, which rank 0 orthogonalizes: its gradients decide."""
-    values, others = run_ranks(step_without_another_gradient_each, 2, tmp_path / "ranks", options)
-    assert all(map(torch.equal, values, others))
-    before = make_parameters([(8, 8)] * 4)
-    assert [torch.equal(*pair) for pair in zip(values, before)] == [i == 0 for i in range(4)]
-
-
 def steps_in_a_subgroup(rank, world_size):
     group = dist.new_group([2, 1])
     return three_steps(dist.get_rank(group), 2, group=group) if rank > 0 else None
@@ -321,129 +266,66 @@ def test_a_subgroup_of_ranks_gives_the_same_bits(tmp_path):
         assert 0 < result.orthogonalized < 3 * len(SHAPES)
 
 
-@both_dtypes
-@pytest.mark.parametrize("shape", [(16, 24), (24, 4, 2, 1)])
-def test_momentum_is_an_average_with_the_momentum_of_each_step(shape, dtype):
-    """A matrix without a gradient keeps its momentum for a step, and others continue."""
-    params = make_parameters([shape] * 3)
-    muon = Muon(params, lr=0.02, weight_decay=0.1, dtype=getattr(torch, dtype))
-    averages = [torch.zeros(shape)] * 3
-    for step, mu in enumerate([0.85, 0.9, 0.95, 0.5]):
-        before = [p.detach().clone() for p in params]
-        skip = (1, 2) if step == 2 else ()
-        set_gradients(params, step, skip)
-        muon.param_groups[0]["momentum"] = mu
-        muon.step()
-        for i, p in enumerate(params):
-            if i in skip:
-                assert torch.equal(p, before[i])
-                continue
-            averages[i] = mu * averages[i] + (1 - mu) * p.grad
-            torch.testing.assert_close(muon.state[p]["momentum_buffer"], averages[i])
-            ahead = (1 - mu) * p.grad + mu * averages[i]
-            update = exact_orthogonalization(ahead.flatten(1)).view(shape)
-            expected = (1 - 0.02 * 0.1) * before[i] - 0.02 * 24**0.5 * update
-            bound = 0.05 if dtype == "bfloat16" else 0.005
-            assert relative(p - expected, p - before[i]) < bound
+# ---- Steps, against the formulas -----------------------------------------------------------------
+@pytest.mark.parametrize("scale", [1.0, 1e-5, 1e6])
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 0.02), (torch.bfloat16, 0.05)])
+def test_a_first_step_is_the_orthogonalized_gradient_of_any_size(dtype, bound, scale):
+    (p,) = make_parameters([(16, 24)])
+    muon = Muon([p], lr=1.0, dtype=dtype)
+    before, p.grad = p.detach().clone(), scale * torch.randn(16, 24)
+    expected = 24**0.5 * exact_orthogonalization(p.grad)
+    muon.step()
+    assert relative(before - p - expected, expected) < bound
 
 
-# ---- NorMuon and cautious weight decay -----------------------------------------------------------
-def orthogonalized(gradient, average, mu):
-    """Return what Muon makes of a gradient and the average of all, in bfloat16."""
-    ahead = (1 - mu) * gradient + mu * average
-    return plain_newton_schulz(ahead.flatten(1), dtype=torch.float32).bfloat16().double()
-
-
-@pytest.mark.parametrize("beta2, cautious", [(0.9, False), (0.0, True), (0.9, True)])
+@pytest.mark.parametrize("beta2, cautious", [(0.0, False), (0.9, False), (0.0, True), (0.9, True)])
 @pytest.mark.parametrize("shape", [(16, 16), (24, 16), (16, 24), (40, 8), (8, 40), (24, 4, 2, 1)])
 def test_twelve_steps_follow_the_formulas(shape, beta2, cautious):
-    """Rows of tall and square matrices, columns of wide ones, are divided by their usual sizes."""
+    """With another momentum in each step, and with gradients that are missing in one.
+
+    Rows of tall and square matrices, columns of wide ones, are divided by their usual sizes.
+    """
     params = make_parameters([shape] * 3)
     muon = Muon(
         params, lr=0.02, weight_decay=1.0, beta2=beta2, cautious=cautious, dtype=torch.float32
     )
-    averages, squares = [torch.zeros(shape)] * 3, [0.0] * 3
+    averages, squares = [torch.zeros(shape)] * 3, [torch.zeros(())] * 3
     for step in range(12):
         before = [p.detach().double() for p in params]
-        set_gradients(params, step)
+        mu = (0.85, 0.9, 0.95, 0.5)[step % 4]
+        muon.param_groups[0]["momentum"] = mu
+        missing = (1, 2) if step == 6 else ()
+        set_gradients(params, step, missing)
         muon.step()
         for i, p in enumerate(params):
-            averages[i] = 0.95 * averages[i] + 0.05 * p.grad
-            update = orthogonalized(p.grad, averages[i], 0.95)
+            state = muon.state[p]
+            if i not in missing:
+                averages[i] = mu * averages[i] + (1 - mu) * p.grad
+                ahead = (1 - mu) * p.grad + mu * averages[i]
+                update = plain_newton_schulz(ahead.flatten(1), dtype=torch.float32)
+                update = update.bfloat16().double()
+                if beta2:
+                    rows, columns = update.shape
+                    size = update.square().mean(1 if rows >= columns else 0, keepdim=True)
+                    squares[i] = beta2 * squares[i] + (1 - beta2) * size
+                    equalized = update / squares[i].sqrt()
+                    update = equalized * (update.norm() / equalized.norm())
+                update = update.view(shape)
+                change = 0.02 * max(shape[0], math.prod(shape[1:])) ** 0.5 * update
+                change += 0.02 * 1.0 * before[i] * ((update * before[i] > 0) if cautious else 1)
+                assert relative(before[i] - p - change, change) < 0.01, step
+            else:
+                assert torch.equal(p.double(), before[i])
+            torch.testing.assert_close(state["momentum_buffer"], averages[i])
             if beta2:
-                rows, columns = update.shape
-                size = update.square().mean(1 if rows >= columns else 0, keepdim=True)
-                squares[i] = beta2 * squares[i] + (1 - beta2) * size
-                equalized = update / squares[i].sqrt()
-                update = equalized * (update.norm() / equalized.norm())
-                state = muon.state[p]["row_squares"]
-                assert state.dtype == torch.float32 and state.shape == size.shape
-                torch.testing.assert_close(state.double(), squares[i], rtol=0.01, atol=0)
-            update = update.view(shape)
-            shrinks = (update * before[i] > 0) if cautious else 1
-            change = 0.02 * max(rows_and_columns(shape)) ** 0.5 * update
-            change += 0.02 * 1.0 * before[i] * shrinks
-            assert relative(before[i] - p - change, change) < 0.01, step
-
-
-def rows_and_columns(shape):
-    return shape[0], math.prod(shape[1:])
-
-
-@pytest.mark.parametrize("shape", [(16, 16), (64, 16), (16, 64)])
-def test_normuon_gives_rows_that_differ_in_size_the_same_one(shape):
-    """Without changing the size of the whole update."""
-    sizes = []
-    for beta2 in 0.0, 0.95:
-        (p,) = make_parameters([shape])
-        muon = Muon([p], lr=1.0, dtype=torch.float32, beta2=beta2)
-        before = p.detach().clone()
-        generator = torch.Generator().manual_seed(0)
-        p.grad = torch.randn(shape, generator=generator)
-        p.grad[:3] *= 1e-3
-        p.grad[:, :3] *= 1e-3
-        muon.step()
-        change = p.detach() - before
-        sizes.append((change.norm().item(), change.norm(dim=1 if shape[0] >= shape[1] else 0)))
-    (plain, plain_rows), (equalized, rows) = sizes
-    assert equalized == pytest.approx(plain, rel=0.005)
-    assert rows.max() / rows.min() < 1.02 < plain_rows.max() / plain_rows.min()
-
-
-def test_an_update_of_zeros_stays_zero_with_normuon():
-    """So that a gradient of zeros, or a row of them, does no harm."""
-    p, q = make_parameters([(16, 8)] * 2)
-    before = p.detach().clone()
-    muon = Muon([p, q], lr=0.1, weight_decay=0.1, **NORMUON)
-    p.grad, q.grad = torch.zeros_like(p), torch.randn(16, 8)
-    q.grad[3] = 0
-    row = q[3].detach().clone()
-    for _ in range(3):
-        muon.step()
-    assert torch.equal(p, before) and torch.equal(q[3], row)
-    assert q.isfinite().all() and not torch.equal(q[4], make_parameters([(16, 8)] * 2)[1][4])
+                found = state["row_squares"]
+                assert found.dtype == torch.float32 and found.shape == squares[i].shape
+                torch.testing.assert_close(found.double(), squares[i], rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, NORMUON, {"cautious": True}, {"beta2": 0.9}])
-def test_without_a_gradient_nothing_moves_or_decays(options):
-    params, before = make_parameters(), make_parameters()
-    muon = Muon(params, lr=0.02, weight_decay=0.5, **options)
-    for step in range(2):
-        set_gradients(params, step, skip=(0, 5))
-        muon.step()
-        states = copy.deepcopy([muon.state[p] for p in params])
-    set_gradients(params, 2, skip=range(len(params)))
-    muon.step()
-    for i, (p, q) in enumerate(zip(params, before)):
-        assert torch.equal(p, q) == (i in (0, 5))
-        for name, tensor in muon.state[p].items():
-            assert torch.equal(tensor, states[i][name])
-            assert tensor.any() == (i not in (0, 5))
-
-
-@pytest.mark.parametrize("options", [{}, NORMUON, {"cautious": True}, {"beta2": 0.9}])
-def test_a_first_gradient_of_zeros_changes_nothing(options):
-    """torch.distributed.checkpoint takes such a step to create the state."""
+def test_zeros_in_a_gradient_change_nothing(options):
+    """torch.distributed.checkpoint takes a step with gradients of zeros to create the state."""
     params, before = make_parameters(), make_parameters()
     muon = Muon(params, lr=0.02, weight_decay=0.5, **options)
     for p in params:
@@ -451,27 +333,13 @@ def test_a_first_gradient_of_zeros_changes_nothing(options):
     muon.step()
     assert all(map(torch.equal, params, before))
     assert not any(tensor.any() for p in params for tensor in muon.state[p].values())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_state_of_normuon_is_loaded_with_its_averages(dtype):
-    """Into new parameters; afterwards both optimizers take the same steps."""
-    made = [[p.detach().to(dtype) for p in make_parameters()] for _ in range(2)]
-    muons = [Muon(params, lr=0.02, weight_decay=0.1, **NORMUON) for params in made]
-    for step in range(4):
-        if step == 2:
-            with torch.no_grad():
-                for p, q in zip(*made):
-                    q.copy_(p)
-            state = copy.deepcopy(muons[0].state_dict())
-            names = {"momentum_buffer", "row_squares"}
-            assert all(set(state["state"][i]) == names for i in range(len(SHAPES)))
-            muons[1].load_state_dict(state)
-        for params, muon in zip(made, muons):
-            set_gradients(params, step)
-            if muon is muons[0] or step >= 2:
-                muon.step()
-    assert all(map(torch.equal, *made))
+    tall = params[1]
+    tall.grad = torch.randn(tall.shape)
+    tall.grad[3] = 0
+    for _ in range(3):
+        muon.step()
+    is_equal = [torch.equal(*rows) for rows in zip(tall, before[1])]
+    assert tall.isfinite().all() and is_equal == [row == 3 for row in range(len(tall))]
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -551,47 +419,32 @@ def test_other_coefficients_are_one_edit(shape, coefficients, monkeypatch):
     monkeypatch.setattr(train_gpt2, "NEWTON_SCHULZ", coefficients)
     torch.manual_seed(0)
     G = torch.randn(shape)
-    U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
-    S = S / S.norm()
-    for a, b, c in coefficients:
-        S = a * S + b * S**3 + c * S**5
-    exact = U @ torch.diag(S) @ Vh
+    exact = exact_orthogonalization(G, coefficients)
     assert relative(zeropower_via_newtonschulz5(G, torch.float32) - exact, exact) < 0.005
 
 
 # ---- Use in other projects -----------------------------------------------------------------------
-@both_dtypes
-def test_the_section_alone_trains_another_network(dtype):
+def test_the_section_alone_takes_the_same_steps():
     """As README says, the section can be copied. It needs torch and torch.distributed as dist."""
     sections = Path(train_gpt2.__file__).read_text().split("\n# ---- ")
     (section,) = [section for section in sections if section.startswith("Muon")]
     names = {"torch": torch, "dist": dist}
     exec(compile("# " + section, "muon.py", "exec"), names)
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(96, 32), nn.ReLU(), nn.Linear(32, 4)
-    )
-    matrices = [model[0].weight, model[3].weight]
-    others = [p for p in model.parameters() if all(p is not q for q in matrices)]
-    muon = names["Muon"](matrices, lr=0.005, dtype=getattr(torch, dtype))
-    adamw = torch.optim.AdamW(others, lr=0.01)
-    schedule = torch.optim.lr_scheduler.LinearLR(muon, 1.0, 0.1, 40)
-    images, labels = torch.randn(64, 1, 6, 6), torch.randint(4, (64,))
+    results = []
+    for kind in names["Muon"], Muon:
+        params = make_parameters()
+        muon = kind(params, lr=0.02, weight_decay=0.1, **NORMUON)
 
-    def closure():
-        model.zero_grad()
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        return loss
+        def loss_with_gradients(params=params, muon=muon):
+            muon.zero_grad()
+            loss = sum(p.square().sum() for p in params)
+            loss.backward()
+            return loss
 
-    losses = []
-    for _ in range(40):
-        losses.append(muon.step(closure).item())
-        adamw.step()
-        schedule.step()
-    assert muon.step() is None
-    assert losses[0] > 1.2 and losses[-1] < 0.1
-    assert muon.param_groups[0]["lr"] == pytest.approx(0.0005)
+        losses = [muon.step(loss_with_gradients).item() for _ in range(3)]
+        assert losses[0] > losses[1] > losses[2] and muon.step() is None
+        results.append(flat(params))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("options", [{}, NORMUON])
@@ -604,10 +457,9 @@ def test_a_copy_goes_on_like_the_original(copied, options):
     set_gradients(params, 0)
     muon.step()
     others, other = copied((params, muon))
-    for step, (some, optimizer) in enumerate(((params, muon), (others, other))):
+    for some, optimizer in (params, muon), (others, other):
         set_gradients(some, 1)
         optimizer.step()
-        assert flat(some).isfinite().all(), step
     assert torch.equal(flat(params), flat(others))
     assert (other.rank, other.world_size, other.dtype) == (0, 1, torch.bfloat16)
 
@@ -619,13 +471,15 @@ def saved_and_loaded(state):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, NORMUON])
-def test_a_state_can_be_loaded_again_and_again(options):
+def test_a_state_can_be_loaded_again_and_again(options, dtype):
     """As accelerate and the Trainer of transformers do: accelerator.prepare() loads the optimizer's
-    own state_dict, and load_state() a saved one; afterwards, the loaded optimizer is saved."""
-    params = make_parameters()
+    own state_dict, and load_state() a saved one, with the options of a scheduler that the fresh
+    optimizer lacks; afterwards, the loaded optimizer is saved."""
+    params = [nn.Parameter(p.detach().to(dtype)) for p in make_parameters()]
     muon = Muon(params, lr=0.02, weight_decay=0.1, **options)
-    copies = [copy.deepcopy(params)]
+    torch.optim.lr_scheduler.ConstantLR(muon, factor=1)
     for step in range(4):
         set_gradients(params, step)
         muon.step()
@@ -642,15 +496,5 @@ def test_a_state_can_be_loaded_again_and_again(options):
         set_gradients(copies, step)
         resumed.step()
     assert torch.equal(flat(copies), flat(params))
-    assert resumed.param_groups[0]["lr"] == 0.02
-
-
-def test_parameters_may_be_replaced_in_the_groups():
-    """As accelerate does after fully_shard."""
-    params, expected = make_parameters(), make_parameters()
-    muon, plain = Muon(make_parameters(), lr=0.02), Muon(expected, lr=0.02)
-    muon.param_groups[0]["params"] = params
-    for some, optimizer in (params, muon), (expected, plain):
-        set_gradients(some, 0)
-        optimizer.step()
-    assert torch.equal(flat(params), flat(expected))
+    group = resumed.param_groups[0]
+    assert (group["lr"], group["initial_lr"]) == (0.02, 0.02)

@@ -15,26 +15,14 @@ from matplotlib.figure import Figure
 
 from train_gpt2 import Hyperparameters, main
 
-HEADER = {
-    "num_iterations": 40,
-    "batch_size": 4,
-    "sequence_length": 8,
-    "val_tokens": 64,
-    "seed": 1,
-    "target_val_loss": 1.5,
-    "learning_rate": 0.01,
-    "n_embd": 16,
-}
-FACTS = {
-    "val_data": "aa",
-    "train_data": "bb",
-    "device": "CPU one",
-    "matmul_dtype": "float32",
-    "processes": 1,
-    "torch": "2.13.0",
-    "ms": 7,
-    "memory": 500,
-}
+HEADER = dict(
+    num_iterations=40, batch_size=4, sequence_length=8, val_tokens=64, seed=1, target_val_loss=1.5,
+    learning_rate=0.01, n_embd=16,
+)  # fmt: skip
+FACTS = dict(
+    val_data="aa", train_data="bb", device="CPU one", matmul_dtype="float32", processes=1,
+    torch="2.13.0", ms=7, memory=500,
+)  # fmt: skip
 
 
 def write_log(
@@ -110,7 +98,7 @@ def test_log_written_by_training_is_read(tiny):
 
 
 # ---- Resumed runs -------------------------------------------------------------------------------
-def test_fault_10_steps_that_a_resume_repeats_are_replaced(tmp_path):
+def test_steps_that_a_resume_repeats_are_replaced(tmp_path):
     path = write_log(tmp_path / "a.txt", stopped_at=35, every=5)
     run = resumed_log(path, 25, stopped_at=30, loss=9.0)
     assert (run.last_val_step, run.last_step, run.val_loss) == (25, 30, 3.75)
@@ -173,7 +161,7 @@ def test_a_start_that_was_killed_in_its_header_does_not_count(tmp_path):
 
 # ---- Damaged logs -------------------------------------------------------------------------------
 @pytest.mark.parametrize("literal", ["", "None", "1" + "+1" * 10**5])
-def test_fault_14_a_literal_that_python_cannot_read_is_one_sentence(literal, tmp_path):
+def test_a_literal_that_python_cannot_read_is_one_sentence(literal, tmp_path):
     """Also in a folder of other logs: silently omitting a run would bias the result."""
     write_group(tmp_path, "a", [1.2, 1.3])
     path = tmp_path / "a_seed2.txt"
@@ -224,7 +212,7 @@ def test_a_group_counts_each_run_once(tmp_path, capsys):
         ({"loss": math.nan}, "40 of 40, diverged"),
     ],
 )
-def test_fault_3_no_failed_run_is_left_out_unseen(changes, step, tmp_path, capsys):
+def test_no_failed_run_is_left_out_unseen(changes, step, tmp_path, capsys):
     write_group(tmp_path, "a", [1.2, 1.3])
     write_log(tmp_path / "a_seed3.txt", seed=3, **changes)
     assert report.main([str(tmp_path)]) == 0
@@ -235,7 +223,7 @@ def test_fault_3_no_failed_run_is_left_out_unseen(changes, step, tmp_path, capsy
 @pytest.mark.parametrize(
     "name, other", {"val_data": "bb", "processes": 2, "matmul_dtype": "bfloat16"}.items()
 )
-def test_fault_2_other_headers_do_not_mix(name, other, tmp_path):
+def test_runs_with_other_headers_do_not_mix(name, other, tmp_path):
     write_group(tmp_path, "a", [1.2, 1.3])
     write_log(tmp_path / "a_seed3.txt", seed=3, **{name: other})
     sentence = f"these runs differ in .*: {FACTS[name]} in .*, {other} in"
@@ -243,7 +231,7 @@ def test_fault_2_other_headers_do_not_mix(name, other, tmp_path):
         report.main([str(tmp_path)])
 
 
-def test_fault_2_prolonged_runs_do_not_mix_with_others(tmp_path):
+def test_prolonged_runs_do_not_mix_with_others(tmp_path):
     write_log(tmp_path / "a_seed1.txt", num_iterations=20)
     grown = resumed_log(tmp_path / "a_seed1.txt", 20, memory=600)
     assert (grown.finished, grown.continued, grown.schedule) == (True, True, [20, 40])
@@ -257,7 +245,7 @@ def test_fault_2_prolonged_runs_do_not_mix_with_others(tmp_path):
     assert elsewhere.continued  # its beginning is in another log
 
 
-def test_fault_11_cells_are_escaped(tmp_path, capsys):
+def test_cells_are_escaped(tmp_path, capsys):
     bad = "a|b`c`<i>d\\<!-- end -->"
     shown = "a\\|b\\`c\\`&lt;i&gt;d\\\\&lt;!-- end --&gt;"
     assert report.markdown(["x"], [["a\nb"]]) == "| x |\n| --- |\n| a b |"
