@@ -88,13 +88,13 @@ def test_log_written_by_training_is_read(tiny):
     assert (run.label, run.seed, run.last_val_step, run.schedule) == ("mine", 7, 6, [6])
     assert run.settings == {**vars(Hyperparameters()), **own}
     assert run.source == (ROOT / "train_gpt2.py").read_text()
-    assert [step for step, _, _ in run.points["train"]] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in run.points["train"]] == [1, 2, 3, 4, 5, 6]
     assert run.tokens == 6 * TINY["batch_size"] * 16
     assert (len(run.facts["train_data"]), len(run.facts["val_data"])) == (12, 12)
     assert run.facts["torch"] == torch.__version__ and run.facts["matmul_dtype"] == "bfloat16"
     assert run.facts["val_loss"] == f"{loss:.4f}"
     assert (run.facts["processes"], run.facts["train_tokens"]) == ("1", "3000")
-    assert run.peak_memory > 50
+    assert float(run.facts["peak_memory_mib"]) > 50
 
 
 # ---- Resumed runs -------------------------------------------------------------------------------
@@ -102,11 +102,11 @@ def test_steps_that_a_resume_repeats_are_replaced(tmp_path):
     path = write_log(tmp_path / "a.txt", stopped_at=35, every=5)
     run = resumed_log(path, 25, stopped_at=30, loss=9.0)
     assert (run.last_val_step, run.last_step, run.val_loss) == (25, 30, 3.75)
-    assert [step for step, *_ in run.points["train"]] == list(range(1, 31))
+    assert [step for step, _ in run.points["train"]] == list(range(1, 31))
     assert (run.fault, run.num_iterations) == ("unfinished", 40)
     run = resumed_log(path, 10, loss=2.5)
-    assert run.finished and [step for step, *_ in run.points["val"]] == [0, 5, 10, 20, 40]
-    assert [step for step, *_ in run.points["train"]] == list(range(1, 41))
+    assert run.finished and [step for step, _ in run.points["val"]] == [0, 5, 10, 20, 40]
+    assert [step for step, _ in run.points["train"]] == list(range(1, 41))
     assert run.val_loss == 2.5
 
 
@@ -120,7 +120,7 @@ def test_the_starts_of_a_run_share_a_seed(tmp_path):
     run = runlog.read(path)
     assert run.finished and run.facts["device"] == "CPU two"
     assert run.settings["target_val_loss"] == 1.4
-    assert [step for step, _, _ in run.points["train"]] == list(range(1, 41))
+    assert [step for step, _ in run.points["train"]] == list(range(1, 41))
     assert not run.edited and report.progress(run) == "40"
     path.write_text(text + again.replace("a script", "another"))
     run = runlog.read(path)
@@ -141,7 +141,7 @@ def test_a_start_without_a_checkpoint_does_not_count_after_the_run_began_anew(tm
     path.write_text(lost + whole)
     run = runlog.read(path)
     assert run.finished and not run.edited and run.seed == 1
-    assert [step for step, _, _ in run.points["train"]] == list(range(1, 41))
+    assert [step for step, _ in run.points["train"]] == list(range(1, 41))
     path.write_text(whole.replace("a script", "another") + whole)
     assert runlog.read(path).edited
     path.write_text(whole.replace("seed=", "seed=1") + whole)
@@ -160,7 +160,7 @@ def test_a_start_that_was_killed_in_its_header_does_not_count(tmp_path):
 
 
 # ---- Damaged logs -------------------------------------------------------------------------------
-@pytest.mark.parametrize("literal", ["", "None", "1" + "+1" * 10**5])
+@pytest.mark.parametrize("literal", ["", "1" + "+1" * 10**5])
 def test_a_literal_that_python_cannot_read_is_one_sentence(literal, tmp_path):
     """Also in a folder of other logs: silently omitting a run would bias the result."""
     write_group(tmp_path, "a", [1.2, 1.3])
@@ -177,9 +177,6 @@ def test_other_files_are_not_read_as_logs(text, tmp_path):
     (tmp_path / "a.txt").write_text(text)
     with pytest.raises(ValueError, match=r"a\.txt is not the log of a training run"):
         runlog.read(tmp_path / "a.txt")
-    os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(ValueError, match=r"pipe\.txt is not a regular file"):
-        runlog.read(tmp_path / "pipe.txt")
     assert runlog.logs_in(tmp_path) == []
 
 
@@ -193,7 +190,7 @@ def test_a_group_counts_each_run_once(tmp_path, capsys):
         "X/a": [1, 2, 10],
         "below/a": [1, 2],
     }
-    assert report.main([f"mine={tmp_path}/X/below", "--summary"]) == 0
+    assert report.main([f"mine={tmp_path}/X/below"]) == 0
     assert "| mine | 2 | 40 | 2.2500 (sd 0.0707) | 0 s | 7.0 |" in capsys.readouterr().out
     with pytest.raises(ValueError, match="is named twice"):
         report.collect([str(tmp_path / "X"), str(tmp_path / "X" / "a_seed1.txt")])
@@ -233,9 +230,8 @@ def test_runs_with_other_headers_do_not_mix(name, other, tmp_path):
 
 def test_prolonged_runs_do_not_mix_with_others(tmp_path):
     write_log(tmp_path / "a_seed1.txt", num_iterations=20)
-    grown = resumed_log(tmp_path / "a_seed1.txt", 20, memory=600)
+    grown = resumed_log(tmp_path / "a_seed1.txt", 20)
     assert (grown.finished, grown.continued, grown.schedule) == (True, True, [20, 40])
-    assert grown.peak_memory == 600
     assert report.main([str(tmp_path)]) == 0
     write_log(tmp_path / "a_seed2.txt", seed=2)
     sentence = r"these runs differ in num_iterations.*: \[20, 40\] in .*, \[40\]"
@@ -243,16 +239,6 @@ def test_prolonged_runs_do_not_mix_with_others(tmp_path):
         report.main([str(tmp_path)])
     elsewhere = runlog.read(write_log(tmp_path / "b.txt", first=21))
     assert elsewhere.continued  # its beginning is in another log
-
-
-def test_cells_are_escaped(tmp_path, capsys):
-    bad = "a|b`c`<i>d\\<!-- end -->"
-    shown = "a\\|b\\`c\\`&lt;i&gt;d\\\\&lt;!-- end --&gt;"
-    assert report.markdown(["x"], [["a\nb"]]) == "| x |\n| --- |\n| a b |"
-    write_log(tmp_path / "a.txt", device=bad)
-    report.main([f"{bad}={tmp_path}/a.txt"])
-    printed = capsys.readouterr().out
-    assert printed.count(shown) == 3 and not re.search(r"<[!\w]|[^\\]`", printed)
 
 
 def test_mistakes_are_one_sentence(tmp_path):
@@ -293,11 +279,11 @@ def test_a_picture_of_groups(tmp_path, saved):
     assert report.main([str(tmp_path), "--picture", "p.png"]) == 0
     train, val, targets = curves_of(saved[0])
     assert len(train) == 5 and [losses[-1] for _, losses in val] == [1.2, 1.3, 1.25, 1.6, 1.7]
-    assert val[0][0] == [608, 1216, 1824, 2432, 3040]
-    # Means over 3 steps each, from step 10 on. The last 2 steps are left.
-    tokens, losses = train[0]
-    assert tokens == pytest.approx([32 * step for step in (*range(11, 94, 3), 94.5)])
-    assert losses == pytest.approx([5.001 - x / 32 / 20 for x in tokens])
+    assert val[0][0] == pytest.approx([0.000608, 0.001216, 0.001824, 0.002432, 0.00304])
+    # Means over 2 or 3 of the 86 steps from step 10 on.
+    millions, losses = train[0]
+    assert len(millions) == 30 and millions[0] == pytest.approx(11 * 32 / 1e6)
+    assert losses == pytest.approx([5.001 - x * 1e6 / 32 / 20 for x in millions])
     assert sorted(y for _, (y, _) in targets) == [1.5, 9.0]
     [axes] = saved[0].axes
     low, high = axes.get_ylim()
@@ -320,7 +306,8 @@ def test_a_running_log_is_drawn_without_its_incomplete_last_line(
     [axes] = saved[0].axes
     assert axes.get_legend().get_texts()[0].get_text() == f"a: {last} of 40, unfinished, n=1"
     train, val, _ = curves_of(saved[0])
-    assert max([0, *(x for tokens, _ in train + val for x in tokens)]) == 32 * last
+    drawn = [x for millions, _ in train + val for x in millions]
+    assert max([0, *drawn]) == pytest.approx(32 * last / 1e6)
 
 
 # ---- What the READMEs show ----------------------------------------------------------------------
@@ -329,39 +316,24 @@ def test_readmes_show_what_their_logs_say(capsys):
     assert status == 0, f"run `python records/tools/report.py --refresh`: {capsys.readouterr().out}"
 
 
-def test_links_and_pictures_of_the_records_exist():
-    """Every command that stands above a table is one that --refresh runs."""
+def test_links_of_the_records_exist():
     for readme in [ROOT / "README.md", *ROOT.glob("records/**/README.md")]:
-        text = readme.read_text()
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", readme.read_text()):
             assert target.startswith("http") or (readme.parent / target).exists(), (readme, target)
-        blocks = [*report.BLOCK.finditer(text)]
-        assert len(blocks) == len(re.findall("^<!-- python", text, re.M)), readme
-        for block in blocks:
-            for name in report.PICTURE.findall(block["arguments"]):
-                assert (ROOT / name).stat().st_size < 200_000
-                assert f"]({(ROOT / name).relative_to(readme.parent)})" in text, "not shown"
 
 
-def test_stale_text_and_pictures_are_noticed_and_renewed(tmp_path, monkeypatch):
+def test_stale_tables_are_noticed_and_renewed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.chdir(tmp_path)  # restores the folder, which --stale changes
-    write_group(tmp_path / "records" / "X", "a", [1.2, 1.3])
     (tmp_path / "README.md").write_text("no table\n")
-    readme, picture = tmp_path / "records" / "X" / "README.md", tmp_path / "records" / "X" / "p.png"
-    start = "<!-- python records/tools/report.py records/X --picture records/X/p.png -->\n"
-    readme.write_text(f"# A\n{start}<!-- end -->\ntext\n")
-
-    def stale_then_renewed():
-        assert report.main(["--stale"]) == 1
+    (tmp_path / "records").mkdir()
+    readme, tool = tmp_path / "records" / "README.md", tmp_path / "tool.py"
+    tool.write_text("import sys; print('| table |', *sys.argv[1:])")
+    page = "# A\n<!-- python tool.py 'a b' -->\n{}<!-- end -->\ntext\n"
+    for old in "", "| another |\n| table |\n":
+        readme.write_text(page.format(old))
+        assert report.main(["--stale"]) == 1 and str(readme) in capsys.readouterr().out
         assert report.main(["--refresh"]) == 0 and report.main(["--stale"]) == 0
-
-    stale_then_renewed()
-    fresh, before = readme.read_text(), picture.read_bytes()
-    assert "| a | 2 | 40 | 1.2500 (sd 0.0707) |" in fresh and fresh.endswith("<!-- end -->\ntext\n")
-    readme.write_text(fresh.replace("1.2500", "1.2400"))
-    stale_then_renewed()
-    assert (readme.read_text(), picture.read_bytes()) == (fresh, before)
-    write_log(tmp_path / "records" / "X" / "a_seed3.txt", 1.4, seed=3)
-    stale_then_renewed()
-    assert picture.read_bytes() != before
+        assert readme.read_text() == page.format("| table | a b\n")
+    tool.write_text("raise ValueError")
+    with pytest.raises(ValueError, match="prints nothing"):
+        report.main(["--refresh"])

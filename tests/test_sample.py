@@ -1,15 +1,12 @@
 """sample.py generates text token by token; weights.py finds and loads the weights of a run."""
 
-import io
 import os
-import subprocess
-import sys
 
 import pytest
 import sample
 import torch
 import weights
-from conftest import ROOT, run_tool, small_state, write_weights
+from conftest import run_tool, small_state, write_weights
 
 from train_gpt2 import UserError
 
@@ -39,15 +36,6 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(plain_run, c
     assert first == again != other
 
 
-def test_a_lone_dash_reads_the_prompt_from_standard_input(plain_run, capsys, monkeypatch):
-    options = ["--tokens=20", "--seed=1", f"--weights={plain_run}"]
-    sample.main(["for i", *options])
-    expected = capsys.readouterr().out
-    monkeypatch.setattr(sys, "stdin", io.StringIO("for i\n"))
-    sample.main(["-", *options])
-    assert capsys.readouterr().out == expected
-
-
 def test_picks_have_the_probabilities_of_the_softmax():
     logits = torch.tensor([0.0, 1.0, 2.0, -9.0])
     generator = torch.Generator().manual_seed(0)
@@ -55,7 +43,6 @@ def test_picks_have_the_probabilities_of_the_softmax():
     expected = (logits[:3] / 1.5).softmax(0).tolist()
     seen = [picks.count(token) / 4000 for token in range(4)]
     assert seen == pytest.approx([*expected, 0], abs=0.03)
-    assert sample.pick(logits, 1e-300, 0, generator) == 2
 
 
 @pytest.mark.parametrize(
@@ -133,33 +120,3 @@ def test_the_command_prints_samples_or_one_sentence(plain_run):
     done = run_tool("sample.py", "for", "--weights=nowhere")
     assert done.returncode == 1 and not done.stdout and done.stderr.count("\n") == 1
     assert done.stderr.startswith("sample.py: nowhere holds no weights")
-
-
-@pytest.mark.parametrize(
-    "value", ["--top_k=-1", "--temperature=nan", "--tokens=-1", f"--seed={2**63}"]
-)
-def test_impossible_numbers_are_refused(value):
-    with pytest.raises(ValueError, match=f"^{value}.* must"):
-        sample.main(["a", value])
-
-
-@pytest.mark.parametrize(
-    "encoding, redirection, status, stdout, stderr",
-    [
-        ("ascii", "", 0, "\\xe9", ""),
-        ("utf-8", "| true; exit ${PIPESTATUS[0]}", 141, "", ""),
-        ("utf-8", ">&-", 0, "", ""),
-        ("utf-8", "> /dev/full", 1, "", "No space left"),
-    ],
-)
-def test_any_stdout_is_enough(encoding, redirection, status, stdout, stderr):
-    """The tools share this, as they share runlog.command."""
-    code = "import runlog, time; runlog.command(lambda _: time.sleep(0.2) or print(chr(233)))"
-    done = subprocess.run(
-        ["bash", "-c", f'"$0" -c "$1" {redirection}', sys.executable, code],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "records/tools"), "PYTHONIOENCODING": encoding},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == status and done.stdout.strip() == stdout
-    assert stderr in done.stderr and done.stderr.count("\n") == bool(stderr)

@@ -14,7 +14,7 @@ group that read more tokens than the second. Losses are in nats per token.
 """
 
 import numpy as np
-from report import check_equal, collect, escaped, markdown
+from report import check_equal, collect, markdown
 from runlog import COMPARABLE, MAY_VARY, argument_parser, command, packages, require
 
 with packages():
@@ -24,12 +24,12 @@ ALPHA = 0.01  # a record needs a p below this
 
 
 # ---- Checks -------------------------------------------------------------------------------------
-def differences(a, b, ignored=MAY_VARY):
-    """Return a line on what sets two runs apart: settings (except ignored ones), source, torch."""
+def differences(a, b):
+    """Return a line on what sets two runs apart: settings (but MAY_VARY), source, torch."""
     left, right = a.settings, b.settings
     changed = [
         f"{name} {left.get(name)!r} against {right.get(name)!r}"
-        for name in sorted((left.keys() | right.keys()) - ignored)
+        for name in sorted((left.keys() | right.keys()) - MAY_VARY)
         if left.get(name) != right.get(name)
     ]
     if a.source != b.source:
@@ -50,20 +50,14 @@ def check_finished(run):
     require(not run.edited, f"{run.path}: {edit}")
 
 
-def check_repetitions(runs, ignored=MAY_VARY):
+def check_repetitions(runs):
     """Raise ValueError unless these are finished runs of one experiment with different seeds."""
     for run in runs:
         check_finished(run)
-        found = differences(run, runs[0], ignored)
+        found = differences(run, runs[0])
         require(found == "nothing", f"{run.path} differs from {runs[0].path} in: {found}")
     seeds = sorted(run.seed for run in runs)
     require(len(set(seeds)) == len(seeds), f"runs of one group share a seed: {seeds}")
-
-
-def check_comparable(runs):
-    """Raise ValueError if the losses of runs are not comparable."""
-    for what, value_of in COMPARABLE.items():
-        check_equal(what, value_of, runs)
 
 
 def check(sides, target, n):
@@ -85,7 +79,8 @@ def check(sides, target, n):
         target in (None, logged) or not logged,
         f"--target={target} is not the target in the logs, {logged}: set it before the runs",
     )
-    check_comparable(every)
+    for what, value_of in COMPARABLE.items():
+        check_equal(what, value_of, every)
     if n and len(sides) > 1:
         (a, [first, *_]), (b, [second, *_]) = sides
         require(
@@ -115,7 +110,7 @@ def against_target(name, x, target):
     """Print the one-sided t-test of mean < target; return p."""
     result = stats.ttest_1samp(x, target, alternative="less")
     print(
-        f"\nTarget {target:g}. One-sided t-test that the mean of {escaped(name)} is below it: "
+        f"\nTarget {target:g}. One-sided t-test that the mean of {name} is below it: "
         f"t={result.statistic:.2f} p={result.pvalue:.2g}; the mean's 95% interval "
         f"{interval_of_mean(x)}."
     )
@@ -128,9 +123,9 @@ def against_group(a, x, b, y):
     less = stats.ttest_ind(x, y, equal_var=False, alternative="less")
     low, high = two.confidence_interval(0.95)
     print(
-        f"\n{escaped(a)} minus {escaped(b)}: {np.mean(x) - np.mean(y):+.4f}, 95% interval "
+        f"\n{a} minus {b}: {np.mean(x) - np.mean(y):+.4f}, 95% interval "
         f"{low:+.4f} to {high:+.4f}. Welch's t={two.statistic:.2f} df={two.df:.1f} "
-        f"p={two.pvalue:.2g} (two-sided), p={less.pvalue:.2g} (one-sided: {escaped(a)} is lower)."
+        f"p={two.pvalue:.2g} (two-sided), p={less.pvalue:.2g} (one-sided: {a} is lower)."
     )
     return less.pvalue
 
@@ -154,14 +149,15 @@ def main(argv):
     parser.add_argument("--n", type=int, help="number of runs per side, fixed in advance")
     options = parser.parse_args(argv)
     sides = []  # (name, runs) of each
-    for groups in [collect(logs) for logs in (options.logs, options.against) if logs]:
+    for logs in filter(None, (options.logs, options.against)):
+        groups = collect(logs)
         sides.append((" + ".join(groups), [run for runs in groups.values() for run in runs]))
     check(sides, options.target, options.n)
     groups = [(name, [run.val_loss for run in runs]) for name, runs in sides]
     print(losses_table(groups))
     if options.against:
         (_, [run, *_]), (_, [other, *_]) = sides
-        print(f"\nThey differ in: {escaped(differences(run, other))}.")
+        print(f"\nThey differ in: {differences(run, other)}.")
         p = against_group(*groups[0], *groups[1])
     else:
         p = against_target(*groups[0], options.target)

@@ -11,10 +11,11 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 from compare import against_target, check, interval_of_mean, losses_table
-from runlog import ROOT, argument_parser, command, launch_command, read, require
+from runlog import ROOT, argument_parser, command, read, require
 
 SCRIPT = ROOT / "train_gpt2.py"
 
@@ -22,8 +23,10 @@ SCRIPT = ROOT / "train_gpt2.py"
 def train(log, arguments):
     """Train the run of a log to its end, unless it is finished; return the Run."""
     processes = int(os.environ.get("NPROC", "1"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     names = [f"--log_dir={log.parent}", f"--run_id={log.stem}", "--resume=auto"]
-    done = subprocess.run([*launch_command(processes), SCRIPT, *arguments, *names])
+    start = [sys.executable, *(launcher if processes > 1 else [])]
+    done = subprocess.run([*start, SCRIPT, *arguments, *names])
     require(done.returncode == 0, f"{log.stem} ended with exit status {done.returncode}")
     run = read(log)
     require(run.finished, f"{log.stem} was stopped: the same command continues the series")

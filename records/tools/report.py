@@ -14,31 +14,21 @@ Runs in a group must share validation data, world size, dtype and num_iterations
 group is rejected. All runs in a picture must share validation data.
 
 In a README, a generated table stands between its command, `<!-- python records/tools/... -->`, and
-`<!-- end -->`, each on a line of its own. --stale runs these commands, lists those whose output has
-changed, and exits with status 1 if there are any. --refresh rewrites the tables and their pictures.
+`<!-- end -->`, each on a line of its own. --stale runs these commands, lists the READMEs with other
+tables, and exits with status 1 if there are any. --refresh rewrites them.
 """
 
-import contextlib
 import glob
-import html
-import importlib
-import io
-import os
-import re
 import shlex
 import statistics
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 from runlog import LOSS_DEPENDS_ON, ROOT, argument_parser, command, logs_in, packages, read, require
 
-BLOCK = re.compile(
-    r"(?P<start><!-- python records/tools/(?P<tool>\w+)\.py(?P<arguments>[^\n]*) -->\n)"
-    r"(?P<text>(?:(?!<!-- ).)*)(?=<!-- end -->\n)",
-    re.S,
-)
-PICTURE = re.compile(r"--picture[ =](\S+)")
 PIECES = 30  # a picture averages the training loss over this many equal parts of a run
 
 
@@ -54,48 +44,41 @@ def progress(run):
     return f"{text}, script edited" if run.edited else text
 
 
-def hardware(run):
-    return f"{or_na(run.facts.get('device'))}, torch {or_na(run.facts.get('torch'))}"
-
-
 COLUMNS = {  # name: text of a run
     "seed": lambda run: f"{run.seed}",
     "steps": progress,
     "val loss": lambda run: or_na(run.val_loss, "{:.4f}"),
     "train time": lambda run: or_na(run.train_seconds, "{:.0f} s"),
     "ms/step": lambda run: or_na(run.ms_per_step, "{:.1f}"),
-    "peak memory": lambda run: or_na(run.peak_memory, "{} MiB"),
-    "hardware": hardware,
+    "peak memory": lambda run: or_na(run.facts.get("peak_memory_mib"), "{} MiB"),
+    "device": lambda run: or_na(run.facts.get("device")),
+    "torch": lambda run: or_na(run.facts.get("torch")),
 }
 
 
 # ---- Groups of runs ------------------------------------------------------------------------------
 def collect(arguments):
-    """Return {group: [Run]} for LOG arguments. Raises ValueError if one names no log."""
-    found = {}  # {path: (group or None, Run)}
+    """Return {group: runs sorted by seed} for LOG arguments.
+
+    The folder is part of a group's name if runs in several folders share a label. Raises ValueError
+    if an argument names no log, or unless the losses of each group are comparable.
+    """
+    named = {}  # {path: (group or "", Run)}
     for argument in arguments:
         name, _, pattern = argument.partition("=")
         if not pattern or "/" in name:
-            name, pattern = None, argument
+            name, pattern = "", argument
         runs = []
         for path in map(Path, sorted(glob.glob(pattern))):
             runs += logs_in(path) if path.is_dir() else [read(path)]
         require(runs, f"no log at {pattern!r}: name a log, a folder or a glob of logs")
         for run in runs:
-            require(run.path.resolve() not in found, f"{run.path} is named twice")
-            found[run.path.resolve()] = name, run
-    return grouped(found.values())
-
-
-def grouped(named):
-    """Return {group: runs sorted by seed} from pairs (group's name or None, Run).
-
-    The folder is part of the name if runs in several folders share a label. Raises ValueError
-    unless the losses of each group are comparable.
-    """
-    folders = Counter(label for label, _ in {(run.label, run.path.parent) for _, run in named})
+            require(run.path.resolve() not in named, f"{run.path} is named twice")
+            named[run.path.resolve()] = name, run
+    places = {(run.label, run.path.parent) for _, run in named.values()}
+    folders = Counter(label for label, _ in places)
     groups = {}
-    for name, run in named:
+    for name, run in named.values():
         own = run.label if folders[run.label] == 1 else f"{run.path.parent.name}/{run.label}"
         groups.setdefault(name or own, []).append(run)
     for runs in groups.values():
@@ -117,16 +100,9 @@ def check_equal(what, value_of, runs):
 
 
 # ---- Tables --------------------------------------------------------------------------------------
-def escaped(text):
-    """Return text as one line of Markdown that cannot end a cell, begin code or hold HTML."""
-    text = html.escape(" ".join(text.splitlines()), quote=False)
-    return re.sub(r"([\\`|])", r"\\\1", text)
-
-
 def markdown(head, rows):
-    """Return a table. Cells are escaped."""
-    rows = [[escaped(cell) for cell in row] for row in [head, ["---"] * len(head), *rows]]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    """Return a table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
 def loss_of(runs):
@@ -171,36 +147,33 @@ def curve(run, kind):
     The first tenth of the run is left out, because the loss is much higher there. Training losses
     are averaged over pieces of the run.
     """
-    points = [(step, loss) for step, loss, _ in run.points[kind] if step > run.last_step / 10]
+    points = [point for point in run.points[kind] if point[0] > run.last_step / 10]
     if kind == "train":
-        size = max(1, run.num_iterations // PIECES)
-        points = [np.mean(points[i : i + size], axis=0) for i in range(0, len(points), size)]
+        pieces = np.array_split(points, PIECES)
+        points = [np.mean(piece, axis=0) for piece in pieces if len(piece)]
     return np.array(points).reshape(-1, 2).T
 
 
 def draw(groups, path):
     """Draw the losses of all runs against the number of tokens read."""
     with packages():
-        from matplotlib import style
         from matplotlib.figure import Figure
-    style.use("tableau-colorblind10")
     runs = [run for own in groups.values() for run in own]
     check_equal("validation data", LOSS_DEPENDS_ON["validation data"], runs)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for i, (name, own) in enumerate(groups.items()):
-        look = dict(color=f"C{i}", marker="o", markersize=4)
         for run in own:
-            for kind, change in ("train", {"linestyle": ":", "marker": ""}), ("val", {}):
+            for kind, style in ("train", ":"), ("val", "o-"):
                 steps, losses = curve(run, kind)
-                axes.plot(steps * run.tokens_per_step, losses, linewidth=1, **look | change)
+                millions = steps * run.tokens_per_step / 1e6
+                axes.plot(millions, losses, style, color=f"C{i}", linewidth=1, markersize=4)
         result = loss_of(own) if len(own) > 1 or own[0].finished else progress(own[0])
-        axes.plot([], [], label=f"{name}: {result}, n={len(own)}".replace("$", r"\$"), **look)
-    axes.set(xlabel="tokens read", ylabel="loss, nats per token", xlim=(0, None))
+        axes.plot([], [], "o-", color=f"C{i}", label=f"{name}: {result}, n={len(own)}")
+    axes.set(xlabel="millions of tokens read", ylabel="loss, nats per token", xlim=(0, None))
     axes.set_ylim(axes.get_ylim())  # fix the limits: a distant target must not squeeze the curves
     for target in {run.settings.get("target_val_loss") for run in runs} - {None, 0}:
         axes.axhline(target, linestyle="--", color="black", label=f"target {target:g}")
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, loc="upper right")
     axes.set_title("validation loss (solid) and training loss (dotted, averaged)", fontsize=11)
@@ -208,44 +181,30 @@ def draw(groups, path):
 
 
 # ---- READMEs -------------------------------------------------------------------------------------
-def run_block(tool, arguments):
-    """Return what a command of a README prints."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        importlib.import_module(tool).main(shlex.split(arguments))
-    return printed.getvalue()
-
-
-def outdated(readme, write):
-    """Return the commands of a README whose output has changed.
-
-    With write, regenerate the tables that have changed, and their pictures.
-    """
-    stale = []
-
-    def renew(block):
-        text = run_block(block["tool"], PICTURE.sub("", block["arguments"]))
-        if text != block["text"]:
-            stale.append(f"{readme.relative_to(ROOT)}: {block['start'].strip()}")
-            if write:
-                run_block(block["tool"], block["arguments"])  # draws the picture
-        return block["start"] + text
-
-    before = readme.read_text()
-    after = BLOCK.sub(renew, before)
-    if write and after != before:
-        readme.write_text(after)
-    return stale
+def renewed(text):
+    """Return the text of a README with the current output of its commands."""
+    lines, in_table = [], False
+    for line in text.splitlines(keepends=True):
+        in_table = in_table and line != "<!-- end -->\n"
+        if not in_table:
+            lines.append(line)
+        if line.startswith("<!-- python "):
+            arguments = shlex.split(line.removeprefix("<!-- python ").removesuffix("-->\n"))
+            tool = [sys.executable, *arguments]
+            printed = subprocess.run(tool, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+            require(printed, f"this command of a README prints nothing: {line.strip()}")
+            lines.append(printed)
+            in_table = True
+    return "".join(lines)
 
 
 def parse(argv):
     parser = argument_parser(__doc__)
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("logs", nargs="*", default=[], metavar="LOG")
-    for name in ("refresh", "stale"):
-        task.add_argument(f"--{name}", action="store_true", help="see above")
+    task.add_argument("--refresh", action="store_true", help="see above")
+    task.add_argument("--stale", action="store_true", help="see above")
     parser.add_argument("--picture", help="PNG file to draw")
-    parser.add_argument("--summary", action="store_true", help="print only the table of groups")
     return parser.parse_args(argv)
 
 
@@ -253,15 +212,18 @@ def main(argv):
     options = parse(argv)
     if options.logs:
         groups = collect(options.logs)
-        if not options.summary:
-            print(table(groups) + "\n")
-        print(summary(groups))
+        print(f"{table(groups)}\n\n{summary(groups)}")
         if options.picture:
             draw(groups, options.picture)
         return 0
-    os.chdir(ROOT)  # paths in the READMEs are relative to it
-    readmes = [ROOT / "README.md", *sorted((ROOT / "records").rglob("README.md"))]
-    stale = [line for path in readmes for line in outdated(path, options.refresh)]
+    stale = []
+    for readme in [ROOT / "README.md", *sorted((ROOT / "records").rglob("README.md"))]:
+        text = readme.read_text()
+        fresh = renewed(text)
+        if fresh != text:
+            stale.append(f"{readme}")
+            if options.refresh:
+                readme.write_text(fresh)
     print("\n".join(stale) or "everything is up to date")
     return int(options.stale and bool(stale))
 

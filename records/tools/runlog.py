@@ -5,24 +5,21 @@ import ast
 import contextlib
 import math
 import re
-import signal
-import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+TITLE = "Log of train_gpt2.py, run_id="
 POINT = re.compile(
     r"step:(?P<step>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
 )
 FACT = re.compile(  # name:value in a line before the first step
     r"(?:^| )(torch|commit|device|processes|matmul_dtype|train_tokens|train_data|val_data)"
-    r":(\S.*?)(?= [\w/]+:|$)",
-    re.M,
+    r":(\S.*?)(?= [\w/]+:|$)"
 )
-SUMMARY = re.compile(r"^(\w+): (.*)$", re.M)  # a line after the last step
-HEADER = re.compile(r"((?:^hyperparameter \w+=.*\n)+)", re.M)
+SUMMARY = re.compile(r"^(\w+): (.*)$")  # a line after the last step
 
 # What makes runs comparable: the rules of all tools.
 # Repetitions of an experiment may differ in these settings.
@@ -44,6 +41,7 @@ COMPARABLE = {  # experiments are only compared if these are equal
 }
 
 
+# ---- Command lines ------------------------------------------------------------------------------
 @contextlib.contextmanager
 def packages():
     """Report a failed import in one sentence and exit with status 1."""
@@ -54,14 +52,6 @@ def packages():
         sys.exit(f"{Path(sys.argv[0]).name}: {error.name} is not installed: {fix}")
 
 
-def launch_command(processes):
-    """Return the command that starts a Python script in some processes, without the script."""
-    if processes == 1:
-        return [sys.executable]
-    torchrun = ["-m", "torch.distributed.run", "--standalone"]
-    return [sys.executable, *torchrun, f"--nproc_per_node={processes}"]
-
-
 def argument_parser(description):
     """Return a parser that prints the description with its own line breaks."""
     return argparse.ArgumentParser(
@@ -70,22 +60,10 @@ def argument_parser(description):
 
 
 def command(main):
-    """Run a tool's main with sys.argv. Errors that are no bugs print one line; the status is 1.
-
-    Characters that stdout cannot encode are escaped. If its reader has closed it, as head does, the
-    tool ends silently.
-    """
-    if hasattr(sys.stdout, "reconfigure"):  # not if stdout was closed at the start
-        sys.stdout.reconfigure(errors="backslashreplace")
+    """Run a tool's main with sys.argv. Errors that are no bugs print one line; the status is 1."""
     try:
-        try:
-            sys.exit(main(sys.argv[1:]))
-        finally:
-            print(end="", flush=True)
-    except (ValueError, OSError, subprocess.SubprocessError) as error:
-        sys.stdout = None  # Python must not write the rest at exit
-        if isinstance(error, BrokenPipeError):
-            sys.exit(128 + signal.SIGPIPE)
+        sys.exit(main(sys.argv[1:]))
+    except (ValueError, OSError) as error:
         sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -97,6 +75,7 @@ def require(condition, sentence):
         raise ValueError(sentence)
 
 
+# ---- Logs ---------------------------------------------------------------------------------------
 @dataclass
 class Run:
     """One run. Losses are in nats per token. Values missing from the log are None."""
@@ -106,14 +85,13 @@ class Run:
     settings: dict
     facts: dict  # {name: text} of the header and the summary
     schedule: list  # num_iterations, once, and again for each resume that raised it
-    ended: bool  # whether the log contains the result
     edited: bool  # whether the script was edited between two starts of the run
-    points: dict = field(default_factory=lambda: {"train": [], "val": []})  # (step, loss, ms)
+    points: dict  # {"train" or "val": [(step, loss)]}
     last_step: int = 0  # of the last point
     train_seconds: float = None  # at the last point
     ms_per_step: float = None  # mean, as logged
 
-    seed = property(lambda self: self.settings.get("seed"))
+    seed = property(lambda self: self.settings["seed"])
     num_iterations = property(lambda self: self.schedule[-1])
     last_val_step = property(lambda self: self.points["val"][-1][0] if self.points["val"] else 0)
     val_loss = property(lambda self: self.points["val"][-1][1] if self.points["val"] else None)
@@ -126,13 +104,13 @@ class Run:
         losses = [points[-1][1] for points in self.points.values() if points]
         if not all(map(math.isfinite, losses)):
             return "diverged"
-        complete = self.ended and losses and self.last_val_step == self.num_iterations
-        return None if complete else "unfinished"
+        complete = losses and self.last_val_step == self.num_iterations
+        return None if complete and "val_loss" in self.facts else "unfinished"
 
     @property
     def continued(self):
         """Whether num_iterations was raised in a resume, or the run began in another log."""
-        return len(self.schedule) > 1 or any(step > 1 for step, *_ in self.points["train"][:1])
+        return len(self.schedule) > 1 or any(step > 1 for step, _ in self.points["train"][:1])
 
     @property
     def tokens_per_step(self):
@@ -140,97 +118,96 @@ class Run:
 
     @property
     def label(self):
-        """The group of a run: the file's name without seed or round, else the folder's name."""
-        return re.sub(r"_?(seed|round)\d+$", "", self.path.stem) or self.path.parent.name
+        """The group of a run: the file's name without the seed, else the folder's name."""
+        return re.sub(r"_?seed\d+$", "", self.path.stem) or self.path.parent.name
+
+
+@dataclass
+class Start:
+    """What a process has logged: the source, the settings, facts, then points and a summary."""
+
+    source: str
+    settings: dict
+    facts: dict
+    points: list  # matches of POINT
 
     @property
-    def peak_memory(self):
-        """MiB, of the last start, or None."""
-        found = self.facts.get("peak_memory_mib")
-        return None if found is None else int(found)
+    def from_scratch(self):
+        return bool(self.points) and int(self.points[0]["step"]) <= 1
 
 
-def without_lost_starts(text):
-    """Return a log from the last start at step 0, unless an earlier start has given a result.
+def read_start(text):
+    """Return the Start in a part of a log."""
+    _, _, text = text.partition("\n")  # the title
+    source, _, text = text.partition("\nhyperparameter ")
+    start = Start(source, settings={}, facts={}, points=[])
+    for line in f"hyperparameter {text}".splitlines():
+        if line.startswith("hyperparameter "):
+            name, _, value = line.removeprefix("hyperparameter ").partition("=")
+            start.settings[name] = ast.literal_eval(value)
+        elif point := POINT.match(line):
+            start.points.append(point)
+        else:
+            start.facts.update(FACT.findall(line) + SUMMARY.findall(line))
+    return start
 
-    A run that dies before its first checkpoint begins anew, perhaps with another seed or script.
-    """
-    parts = re.split(r"^(?=Log of train_gpt2\.py, run_id=)", text, flags=re.M)
-    for number in reversed(range(len(parts))):
-        earlier = "".join(parts[:number])
-        first = POINT.search(parts[number])
-        if first and int(first["step"]) <= 1 and not re.search("^val_loss: ", earlier, re.M):
-            return "".join(parts[number:])
-    return text
 
+def read_starts(text):
+    """Return the Starts of a log that count.
 
-def starts_in(text):
-    """Return [(source, settings, body)] of the starts in a log, without those cut by a kill.
-
-    A start is a title, the script's source, its settings, then facts and points, and at the end a
-    summary: the body.
+    One that was killed in its header does not. A run that dies before its first checkpoint begins
+    anew, perhaps with another seed or script; what it has logged before does not count either,
+    unless it was a result.
     """
     starts = []
-    for part in re.split(r"^Log of train_gpt2\.py, run_id=.*\n", text, flags=re.M):
-        source, *pieces = HEADER.split(part)
-        for header, body in zip(pieces[::2], pieces[1::2]):
-            pairs = re.findall(r"^hyperparameter (\w+)=(.*)$", header, flags=re.M)
-            settings = {name: ast.literal_eval(value) for name, value in pairs}
-            starts.append((source, settings, body))
-    needed = {"seed", "num_iterations", "batch_size", "sequence_length"}
-    return [start for start in starts if needed <= start[1].keys()]
+    for part in f"\n{text}".split(f"\n{TITLE}")[1:]:
+        if "\ntorch:" not in part:  # the line after the settings
+            continue
+        start = read_start(part)
+        if start.from_scratch and not any("val_loss" in earlier.facts for earlier in starts):
+            starts = []
+        starts.append(start)
+    return starts
 
 
-def read_starts(path, text):
-    """Return the Run of a log, without its points.
-
-    The source, the settings and the facts of the last start count. Raises ValueError if the starts
-    differ in the seed, because the log would hold two different runs.
-    """
-    starts = starts_in(text)
-    source, settings, last = starts[-1]
-    require(len({settings.get("seed") for _, settings, _ in starts}) == 1, "another seed")
-    facts = dict(FACT.findall(last)) | dict(SUMMARY.findall(last))
-    return Run(
-        path=path,
-        source=source[:-1],  # without the log's newline
-        settings=settings,
-        facts=facts,
-        schedule=list(dict.fromkeys(settings["num_iterations"] for _, settings, _ in starts)),
-        ended="val_loss" in facts,
-        edited=len({source for source, _, _ in starts}) > 1,
-    )
-
-
-def add_point(run, found):
+def add_point(run, point):
     """Add a match of POINT. If a resumed run repeats steps, its new lines replace the old ones."""
-    step, kind, loss = int(found["step"]), found["kind"], float(found["loss"])
-    points = run.points[kind]
-    if points and points[-1][0] >= step:
+    step, kind = int(point["step"]), point["kind"]
+    if run.points[kind] and run.points[kind][-1][0] >= step:
         last_train = step if kind == "val" else step - 1
         run.points["train"] = [p for p in run.points["train"] if p[0] <= last_train]
         run.points["val"] = [p for p in run.points["val"] if p[0] < step]
-    ms, average = float(found["ms"]), float(found["average"])
-    run.last_step, run.train_seconds = step, ms / 1000
-    run.points[kind].append((step, loss, ms))
+    run.points[kind].append((step, float(point["loss"])))
+    average = float(point["average"])
+    run.last_step, run.train_seconds = step, float(point["ms"]) / 1000
     run.ms_per_step = None if math.isnan(average) else average
 
 
 def read(path):
-    """Return the Run of a log, finished or not. Raises ValueError for a file that is not a log."""
+    """Return the Run of a log, finished or not. Raises ValueError for a file that is not a log.
+
+    The source, the settings and the facts of the last start count. Starts with different seeds are
+    different runs.
+    """
     path = Path(path)
-    # opening a pipe would hang
-    require(path.is_file(), f"{path} is not a regular file: name the log of a run, logs/RUN.txt")
     text = path.read_text(errors="replace")
     text = text[: text.rfind("\n") + 1]  # a run that is still going may have written half a line
-    text = without_lost_starts(text)
     try:
-        run = read_starts(path, text)
-        for line in text.splitlines():
-            if found := POINT.match(line):
-                add_point(run, found)
-        total = run.tokens_per_step + run.num_iterations + run.seed
-        require(isinstance(total, int), "a setting is not an integer")
+        starts = read_starts(text)
+        last = starts[-1]
+        require(len({start.settings["seed"] for start in starts}) == 1, "another seed")
+        run = Run(
+            path=path,
+            source=last.source,
+            settings=last.settings,
+            facts=last.facts,
+            schedule=list(dict.fromkeys(start.settings["num_iterations"] for start in starts)),
+            edited=len({start.source for start in starts}) > 1,
+            points={"train": [], "val": []},
+        )
+        for start in starts:
+            for point in start.points:
+                add_point(run, point)
     except Exception:  # a damaged log can raise almost any type
         raise ValueError(
             f"{path} is not the log of a training run: it must hold the script's source and its "
@@ -244,5 +221,5 @@ def logs_in(folder):
 
     Raises ValueError for a damaged log: silently omitting a run would bias the result.
     """
-    paths = [path for path in sorted(Path(folder).rglob("*.txt")) if path.is_file()]
+    paths = sorted(Path(folder).rglob("*.txt"))
     return [read(path) for path in paths if "\nhyperparameter " in path.read_text(errors="replace")]

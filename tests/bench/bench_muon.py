@@ -3,25 +3,19 @@
     python tests/bench/bench_muon.py [--rounds=15] [--layers=12] [--width=768] [--before=FILE]
 
 FILE: an earlier train_gpt2.py, which is timed, too. Each ratio compares two turns of a round, whose
-order is random. With one thread on a CPU, times are those of the processor, so that other programs
-disturb them less. torch.optim.Muon always multiplies in bfloat16; on a CPU without bfloat16
+order is random. torch.optim.Muon always multiplies in bfloat16; on a CPU without bfloat16
 instructions, each of its steps takes minutes.
 """
 
-import importlib.util
 import random
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
+from bench_step import argument_parser, load_script, print_turns, timed
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "records" / "tools")]
-from runlog import argument_parser  # noqa: E402
-
-import train_gpt2  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import train_gpt2
 
 
 def random_parameters(layers, C, device):
@@ -33,26 +27,6 @@ def random_parameters(layers, C, device):
         p.grad = torch.randn(shape, device=device)
         params.append(p)
     return params
-
-
-def ms_of_step(optimizer):
-    """Return the time of a step in milliseconds."""
-    p = optimizer.param_groups[0]["params"][-1]
-    one_thread = p.device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if one_thread else time.perf_counter
-    start = clock()
-    optimizer.step()
-    p[0, 0].item()  # waits for a GPU
-    return 1000 * (clock() - start)
-
-
-def muon_of(path):
-    """Return the class Muon of another train_gpt2.py."""
-    spec = importlib.util.spec_from_file_location("before", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["before"] = module
-    spec.loader.exec_module(module)
-    return module.Muon
 
 
 def main():
@@ -72,19 +46,13 @@ def main():
         "torch.optim.Muon": torch.optim.Muon(random_parameters(*sizes), lr=1e-4, weight_decay=0.0),
     }
     if options.before:
-        muon = muon_of(options.before)
+        muon = load_script(options.before).Muon
         optimizers["before"] = muon(random_parameters(*sizes), lr=1e-4, dtype=dtype)
     times = {name: [] for name in optimizers}
     for _ in range(options.rounds + 1):
         for name in random.sample(list(optimizers), len(optimizers)):
-            times[name].append(ms_of_step(optimizers[name]))
-    print("                    median ms (range), median ratio to ours (range)")
-    for name, (_, *ms) in times.items():  # the first round warms up
-        ratios = [other / own for other, own in zip(ms, times["ours"][1:])]
-        print(
-            f"{name:18s} {statistics.median(ms):10.1f} ({min(ms):.1f}-{max(ms):.1f})"
-            f"{statistics.median(ratios):8.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        )
+            times[name].append(timed(optimizers[name].step))
+    print_turns({name: turns[1:] for name, turns in times.items()})  # the first round warms up
 
 
 if __name__ == "__main__":
