@@ -66,12 +66,11 @@ fi
 
 # ---- Data
 # Succeed if data/torch_sources is complete and its manifest lists the CPU benchmark's data.
-holds_record_data() {
-    local manifest=data/torch_sources/manifest.json
-    [ ! -e data/torch_sources/.pack ] &&
-        grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 $manifest &&
-        grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 $manifest
-}
+holds_record_data() (
+    cd data/torch_sources 2>/dev/null && [ ! -e .pack ] &&
+        grep -qs 6251e20afb3501d08df7cac6eb197d149fdce9cd53acefd3475b4f8274d36140 manifest.json &&
+        grep -qs aaf4fab872ea22204bd4b9e49db61e4405d89aaf7b259734d36d0476f8a69aa7 manifest.json
+)
 
 pack_torch_sources() {
     if ! holds_record_data; then

@@ -1306,14 +1306,16 @@ def train_step(run, inputs, targets):
 
 
 def sum_gradients(optimizers):
-    """Collective: sum all gradients over the ranks, in place; sparse ones become dense."""
+    """Collective: sum all gradients over the ranks, in one buffer for each dtype."""
     if get_world_size() == 1:
         return
-    for optimizer in optimizers:
-        for p in params_of(optimizer):
-            if p.grad is not None:
-                p.grad = p.grad.to_dense()
-                dist.all_reduce(p.grad)
+    params = [p for optimizer in optimizers for p in params_of(optimizer) if p.grad is not None]
+    for dtype in dict.fromkeys(p.dtype for p in params):  # each once, in the same order everywhere
+        members = [p for p in params if p.dtype == dtype]
+        buffer = torch.cat([p.grad.to_dense().flatten() for p in members])
+        dist.all_reduce(buffer)
+        for p, gradient in zip(members, buffer.split([p.numel() for p in members])):
+            p.grad = gradient.view(p.shape)
 
 
 @torch.no_grad()

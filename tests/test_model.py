@@ -1,7 +1,6 @@
 """The models and their training: against a plain implementation, and by their properties."""
 
 import functools
-import math
 import signal
 from types import SimpleNamespace
 
@@ -321,18 +320,11 @@ GOLDEN = [4.3575, 3.9801, 3.6594, 3.4316, 3.2584, 3.1030, 2.9652, 2.8418]
 
 
 # ---- The loop ------------------------------------------------------------------------------------
-def order_of_work(settings, unread_steps, stop_at=None):
-    """Train on a stand-in for a GPU, whose losses arrive only when the host waits for them.
-
-    Return what the host did, in order, and the losses that it logged.
-    """
+def order_of_work(settings, stop_at=None):
+    """Train; return what the host did, in order."""
     run = train_gpt2.set_up(Hyperparameters(**settings), train_gpt2.StopRequest())
-    run.unread_steps = unread_steps
-    train_step = train_gpt2.train_step
-    events, logged_losses = [], []
-    run.log = SimpleNamespace(
-        progress=lambda step, name, loss, others: logged_losses.append((step, loss))
-    )
+    train_step, log_step, batch = train_gpt2.train_step, train_gpt2.log_step, run.train_loader.batch
+    events = []
 
     def launch(run, inputs, targets):
         events.append(f"launch {run.step + 1}")
@@ -340,40 +332,35 @@ def order_of_work(settings, unread_steps, stop_at=None):
             run.stop.requested = True
         return train_step(run, inputs, targets)
 
-    def start_copy_to_host(report):
-        step = events[-1].removeprefix("launch ")
-        copy = torch.full_like(report, math.nan)
+    def read_batch(step):
+        events.append(f"batch {step + 1}")
+        return batch(step)
 
-        def synchronize():
-            events.append(f"read {step}")
-            copy.copy_(report)
-
-        return copy, SimpleNamespace(synchronize=synchronize)
+    def log(run, results):
+        events.append(f"log {run.step}")
+        log_step(run, results)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt2, "train_step", launch)
-        patch.setattr(train_gpt2, "start_copy_to_host", start_copy_to_host)
+        patch.setattr(train_gpt2, "log_step", log)
+        patch.setattr(run.train_loader, "batch", read_batch)
         patch.setattr(train_gpt2, "validate", lambda run: events.append(f"validate {run.step}"))
         patch.setattr(train_gpt2, "save_checkpoint", lambda run: events.append(f"save {run.step}"))
         train_gpt2.train(run)
-    return events, logged_losses
+    return ", ".join(events)
 
 
-def test_a_gpu_never_waits_for_the_host(tiny):
-    """The next step is launched before a loss is read, unless weights are about to be used."""
-    tiny["save_every"] = 4
-    events, losses = order_of_work(tiny, unread_steps=1)
-    assert ", ".join(events) == (
-        "validate 0, launch 1, launch 2, read 1, launch 3, read 2, read 3, validate 3, "
-        "launch 4, read 4, save 4, launch 5, launch 6, read 5, read 6, validate 6"
+def test_the_next_batch_is_read_while_a_gpu_computes_the_step(tiny):
+    tiny |= dict(num_iterations=4, val_loss_every=2, save_every=2)
+    assert order_of_work(tiny) == (
+        "batch 1, validate 0, launch 1, batch 2, log 1, launch 2, batch 3, log 2, validate 2, "
+        "save 2, launch 3, batch 4, log 3, launch 4, log 4, validate 4"
     )
-    assert order_of_work(tiny, unread_steps=0)[1] == losses and len(losses) == 6
 
 
-def test_a_request_to_stop_ends_the_run_after_the_step_in_flight(tiny):
+def test_a_request_to_stop_ends_the_run_after_the_step(tiny):
     tiny["val_loss_every"] = 0
-    events, _ = order_of_work(tiny, unread_steps=1, stop_at=1)
-    assert events == ["launch 1", "launch 2", "read 1", "read 2"]
+    assert order_of_work(tiny, stop_at=1) == "batch 1, launch 1, batch 2, log 1"
 
 
 # ---- Sums of gradients over ranks ----------------------------------------------------------------

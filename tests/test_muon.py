@@ -3,7 +3,6 @@
 import copy
 import io
 import math
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,20 +113,10 @@ def test_singular_values_become_their_polynomial_as_well_as_in_the_plain_iterati
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused(options):
-    """The message contains the value. A schedule cannot set one later, either."""
+    """The message contains the value."""
     name, value = next(iter(options.items()))
-    message = f"{name}={value}.* must be"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{name}={value}.* must be"):
         Muon(make_parameters(), **{"lr": 0.02, **options})
-    if name in ("rank", "dtype"):
-        return
-    params = make_parameters()
-    muon = Muon(params, lr=0.02)
-    set_gradients(params, 0)
-    muon.param_groups[0].update(options)
-    with pytest.raises(ValueError, match=message):
-        muon.step()
-    assert all(map(torch.equal, params, make_parameters()))
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 2, 5, 5)])
@@ -138,36 +127,31 @@ def test_newton_schulz_refuses_what_is_no_matrix_or_stack(shape):
 
 @pytest.mark.parametrize("shape", [(), (5,), (4, 6, 6), (2, 2, 2, 2, 2)])
 def test_parameters_that_are_not_matrices_are_refused(shape):
-    """At once or, if they are added later, in the next step, which then changes nothing."""
     params = [nn.Parameter(torch.zeros(shape))]
-    message = "takes 2-D and 4-D parameters, not"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="takes 2-D and 4-D parameters, not"):
         Muon(params, lr=0.02)
-    matrices = make_parameters()
-    muon = Muon(matrices, lr=0.02)
-    muon.add_param_group(dict(params=params))
-    set_gradients(matrices, 0)
-    with pytest.raises(ValueError, match=message):
-        muon.step()
-    assert all(map(torch.equal, matrices, make_parameters()))
+    with pytest.raises(ValueError, match="takes 2-D and 4-D parameters, not"):
+        Muon(make_parameters(), lr=0.02).add_param_group(dict(params=params))
 
 
 def test_a_group_on_two_devices_is_refused():
     params = [nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4, 4, device="meta"))]
-    with pytest.raises(ValueError, match="on meta and another device: use a group for each"):
+    with pytest.raises(ValueError, match="on meta and another device: use one group per device"):
         Muon(params, lr=0.02)
     Muon([dict(params=[p]) for p in params], lr=0.02)
 
 
-@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_the_state_of_another_optimizer_is_refused(other):
-    """torch.optim.Muon, since torch 2.9, and SGD use the same name for their momenta."""
-    muon = Muon(make_parameters(), lr=0.02)
-    for optimizer in (other, getattr(torch.optim, "Muon", other)):
-        state = optimizer([nn.Parameter(torch.zeros(2, 2))], lr=0.5).state_dict()
-        with pytest.raises(ValueError, match="was not saved by Muon"):
-            muon.load_state_dict(state)
-    assert muon.param_groups[0]["lr"] == 0.02
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon"])
+def test_the_state_of_another_optimizer_is_an_error(name):
+    """SGD and torch.optim.Muon, since torch 2.9, use the same name for other momenta."""
+    if not hasattr(torch.optim, name):
+        pytest.skip("torch is older than 2.9")
+    params = make_parameters([(6, 4)])
+    muon = Muon(params, lr=0.02)
+    muon.load_state_dict(getattr(torch.optim, name)(params, lr=0.5).state_dict())
+    set_gradients(params, 0)
+    with pytest.raises(KeyError):
+        muon.step()
 
 
 # ---- Steps, on any number of ranks ---------------------------------------------------------------
@@ -447,23 +431,6 @@ def test_the_section_alone_takes_the_same_steps():
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("options", [{}, NORMUON])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_a_copy_goes_on_like_the_original(copied, options):
-    """Also if a scheduler has replaced the original's step by a function of its own."""
-    params = make_parameters()
-    muon = Muon(params, lr=0.02, **options)
-    torch.optim.lr_scheduler.ConstantLR(muon)
-    set_gradients(params, 0)
-    muon.step()
-    others, other = copied((params, muon))
-    for some, optimizer in (params, muon), (others, other):
-        set_gradients(some, 1)
-        optimizer.step()
-    assert torch.equal(flat(params), flat(others))
-    assert (other.rank, other.world_size, other.dtype) == (0, 1, torch.bfloat16)
-
-
 def saved_and_loaded(state):
     file = io.BytesIO()
     torch.save(state, file)
@@ -489,8 +456,6 @@ def test_a_state_can_be_loaded_again_and_again(options, dtype):
     resumed = Muon(copies, lr=0.5, **options)
     resumed.load_state_dict(resumed.state_dict())
     resumed.load_state_dict(copy.deepcopy(saved))
-    resumed = pickle.loads(pickle.dumps(resumed))
-    copies = resumed.param_groups[0]["params"]
     resumed.load_state_dict(saved_and_loaded(resumed.state_dict()))
     for step in 2, 3:
         set_gradients(copies, step)

@@ -197,14 +197,14 @@ def test_a_stop_with_lines_that_could_not_be_logged_is_an_error(fields, loss, tm
 def test_a_slow_start_does_not_overwrite_a_finished_run(tiny, tmp_path, monkeypatch):
     """It had looked for results before it waited for its lock."""
     fields = {**tiny, "run_id": "r"}
-    lock_folder = train_gpt2.lock_folder
+    flock = train_gpt2.fcntl.flock
 
-    def lock_after_another_run(run):
+    def lock_after_another_run(file, operation):
         monkeypatch.undo()
         run_here(fields, seed=1)
-        lock_folder(run)
+        flock(file, operation)
 
-    monkeypatch.setattr(train_gpt2, "lock_folder", lock_after_another_run)
+    monkeypatch.setattr(train_gpt2.fcntl, "flock", lock_after_another_run)
     with pytest.raises(train_gpt2.UserError, match="r exists: pass another --run_id"):
         run_here(fields, seed=2)
     assert train_gpt2.read_pt(tmp_path / "logs" / "r" / "model.pt")["facts"]["seed"] == 1

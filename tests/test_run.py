@@ -147,7 +147,7 @@ def test_the_vocabulary_size_comes_from_the_manifest_of_packed_data(
         ("--n_head=5", "n_embd=768 must be divisible by 2 * n_head = 10"),
         (
             "--run_id=..",
-            "run_id='..' may contain only letters, digits and '-_.', and not begin with '.'",
+            "run_id='..' may contain only letters, digits, '-', '_' and '.', and not",
         ),
         ("--run_id=a/b", "run_id='a/b' may contain only letters"),
         ("--resume=auto", "--resume=auto needs --run_id"),
@@ -168,7 +168,7 @@ def test_what_a_preset_sets_is_ignored_where_it_has_no_effect():
         parse_args(["--preset=text", "--ngram_rows=0", "--max_ngram=4"])
 
 
-ODD_SIZES = ['"257"', "null", "[1]", "1e99", str(10**23), "NaN", "Infinity", "-1", "{}"]
+ODD_SIZES = ['"257"', "[1]", "1e99", str(10**23), "NaN", "Infinity", "-1", "{}"]
 
 
 @pytest.mark.parametrize("size", [*ODD_SIZES, "[" * 100_000])

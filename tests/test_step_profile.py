@@ -40,10 +40,10 @@ def test_the_command_prints_tables_and_writes_traces(processes, tiny):
     printed = trained(tiny, processes, SCRIPT)
     # Calls per step on all ranks. Three stacks: 8 square matrices, 2 wide ones and 2 tall ones.
     calls = {"forward": 6, "backward": 6, "Newton-Schulz": 3}
-    each_rank = ["train_step", "batch", "reports", "gradient sums", "AdamW", "Muon"]
+    each_rank = ["train_step", "batch", "log_step", "gradient sums", "AdamW", "Muon"]
     calls |= dict.fromkeys(each_rank, processes)
     if processes == 2:
-        calls["waits for ranks"] = 8  # on each: all gradients, two buckets of Muon, and the loss
+        calls["waits for ranks"] = 6  # on each: all gradients, the updates of Muon, and the loss
     traces, counts = ranges_in_traces(printed)
     assert traces == processes
     assert {part: counts[part] / PROFILED for part in calls} == calls

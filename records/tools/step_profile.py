@@ -77,7 +77,7 @@ def main(args, stop):
 
     parts = [
         (type(run.train_loader), "batch", "batch"),
-        (train_gpt2, "read_reports", "reports"),
+        (train_gpt2, "log_step", "log_step"),
         (train_gpt2, "train_step", "train_step"),
         *parts_of_step(run),
     ]
