@@ -876,10 +876,13 @@ class Muon(torch.optim.Optimizer):
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         updates = {p: slot.view(matrix_shape(p)) for p, slot in zip(params, buffer.split(sizes))}
+        mine = set()  # the parameters whose updates this rank computes
         for stack in stacks:
             # The rank with the least work so far. Ranks agree on it, whatever gradients they have.
             owner = rank_costs.index(min(rank_costs))
             rank_costs[owner] += len(stack) * matrix_cost(stack[0])
+            if owner == self.rank:
+                mine.update(stack)
             stack = [p for p in stack if p.grad is not None]
             for p in stack:
                 self.update_momentum(p, group)  # on every rank, so that its state is complete
@@ -888,9 +891,9 @@ class Muon(torch.optim.Optimizer):
         if self.world_size > 1:
             dist.all_reduce(buffer, group=self.process_group)
         for p, update in updates.items():
-            if group["beta2"]:
-                equalize_rows(update, self.state[p]["row_squares"], group["beta2"])
             self.apply_update(p, update.view(p.shape), group)
+        if group["beta2"] and self.world_size > 1:
+            self.share_averages(params, mine)
 
     def write_updates(self, stack, group, updates):
         """Write the orthogonalized directions of a stack into updates, {parameter: (M, N)}."""
@@ -903,6 +906,20 @@ class Muon(torch.optim.Optimizer):
         results = zeropower_via_newtonschulz5(directions, self.dtype)
         for p, result in zip(stack, results.reshape(shape)):
             updates[p].copy_(result)
+            if group["beta2"]:
+                equalize_rows(updates[p], self.state[p]["row_squares"], group["beta2"])
+
+    def share_averages(self, params, mine):
+        """Collective: send NorMuon's averages from the ranks that updated them to all ranks."""
+        averages = [self.state[p]["row_squares"] for p in params]
+        for p, average in zip(params, averages):
+            if p not in mine:
+                average.zero_()  # so that the sum over ranks is exact
+        buffer = torch.cat([average.flatten() for average in averages])
+        dist.all_reduce(buffer, group=self.process_group)
+        slots = buffer.split([average.numel() for average in averages])
+        for average, slot in zip(averages, slots):
+            average.copy_(slot.view_as(average))
 
     def update_dtensors(self, group):
         """Collective: update the DTensors of a group.
@@ -1003,10 +1020,9 @@ def equalize_rows(update, average, beta2):
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
-    norm2_before = squares.sum()
-    next_average = average.lerp(squares.type_as(average), 1 - beta2)
-    average.copy_(torch.where(norm2_before > 0, next_average, average))  # else no gradient
+    average.lerp_(squares.type_as(average), 1 - beta2)
     scale = average.float().clamp(min=1e-10).rsqrt()
+    norm2_before = squares.sum()
     norm2_after = (squares * scale.square()).sum().clamp(min=1e-20)
     update.mul_(scale * (norm2_before / norm2_after).sqrt())
 

@@ -108,14 +108,14 @@ def test_a_plan_for_three_gpus_adds_up():
     wanted = {"products of head and loss", "attention, backward", "Newton-Schulz", "AdamW"}
     wanted |= {"Adagrad", "embedding's gradient", "gradient accumulation", "communication"}
     assert wanted <= ms.keys()
-    # In each step, the gradients of the matrices are summed, Muon's updates in bfloat16, and the
-    # loss with the wish to stop. In every second step, others are summed, too: head, gate, three
-    # and one single weights, n-grams and, in an all-reduce of their own because they are bfloat16,
-    # the embeddings of tokens and values.
-    matrices, head, ngrams = 12 * 32**2, 64 * 32, 500 * 32
-    size = 4 * matrices + 2 * matrices + 2 * 4
+    # In each step, the gradients of the matrices are summed, Muon's updates in bfloat16, NorMuon's
+    # averages, and the loss with the wish to stop. In every second step, others are summed, too:
+    # head, gate, three and one single weights, n-grams and, in an all-reduce of their own because
+    # they are bfloat16, the embeddings of tokens and values.
+    matrices, averages, head, ngrams = 12 * 32**2, 4 * 32 + 2 * 128, 64 * 32, 500 * 32
+    size = 4 * matrices + 2 * matrices + 4 * averages + 2 * 4
     size += (4 * (head + 12 + 3 + 1 + ngrams) + 2 * 2 * head) / 2
-    collectives = rf"{3 + 1 / 2:g} all_reduce, {size / 1e6:.1f} MB in total, in ([\d.]+) ms"
+    collectives = rf"{4 + 1 / 2:g} all_reduce, {size / 1e6:.1f} MB in total, in ([\d.]+) ms"
     [network] = re.search(collectives, page).groups()
     assert float(network) == pytest.approx(ms["communication"], abs=0.005)
 
