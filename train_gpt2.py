@@ -1491,9 +1491,6 @@ def finish(run):
     if not save(run, "model.unfinished"):
         raise UserError("the weights were not written: free disk space, then resume or start again")
     log_summary(run)
-    if run.log.unwritten:
-        save_checkpoint(run)  # so that it can be resumed even if save_every=0
-        raise UserError(f"{run.log.path} lacks the result: free disk space, then resume the run")
     if get_rank() == 0:
         os.replace(run.folder / "model.unfinished", run.folder / "model.pt")
 
@@ -1506,9 +1503,6 @@ def save_and_stop(run):
     advice = f"to continue, repeat the command with --run_id={run.args.run_id} --resume=auto"
     run.log(f"saved a checkpoint in {run.folder}; {advice}")
     run.log(f"stopped by a signal after step {run.step}")
-    if run.log.unwritten:
-        fix = "free disk space, then resume the run"
-        raise UserError(f"{run.log.path} lacks the last lines, but a checkpoint was saved: {fix}")
 
 
 # ---- Machinery: command line ---------------------------------------------------------------------
@@ -1907,20 +1901,19 @@ class Log:
         self.args = args
         self.is_open = False  # claim_folder opens it on rank 0
         self.header = b""  # what log_header wrote
-        self.unwritten = b""  # what did not fit on the disk
         self.seconds = Counter()  # spent in each phase
         self.phase = "setup"  # everything outside of `timed` counts as setup
         self.last_update = START
 
     def __call__(self, line):
-        """Log a line and print it on the terminal. A failure does not stop training."""
+        """Log a line and print it on the terminal."""
         self.write(f"{line}\n".encode(errors="backslashreplace"))
         self.show(line)
 
     def show(self, line):
-        """Print a line on the terminal."""
+        """Print a line on the terminal, which may be closed."""
         if get_rank() == 0:
-            with contextlib.suppress(OSError):  # the terminal may be closed
+            with contextlib.suppress(OSError):
                 print(line, flush=True)
 
     def start_file(self):
@@ -1930,21 +1923,24 @@ class Log:
         self.is_open = True
 
     def write(self, data):
-        """Append bytes to the file, all or nothing. Unwritten bytes are kept for the next call.
+        """Append bytes to the file, all or nothing. Raises UserError if they cannot be written.
 
         The file is opened each time, because it may have been replaced by an editor. If it was
         deleted, the new one gets the header again.
         """
         if not self.is_open:
             return
-        self.unwritten += data
-        with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0) as file:
             size = file.tell()
-            data = self.unwritten if size > 0 else self.header + self.unwritten
-            if file.write(data) < len(data):  # the disk is full
+            data = data if size > 0 else self.header + data
+            try:
+                is_complete = file.write(data) == len(data)
+            except OSError:
+                is_complete = False
+            if not is_complete:
                 file.truncate(size)  # a truncated number could look like a result
-            else:
-                self.unwritten = b""
+                fix = "free disk space, then resume the run or start it again"
+                raise UserError(f"{self.path} cannot be written: {fix}")
 
     def progress(self, step, name, loss, others):
         """Log a loss after `step` steps, with the training time so far.
@@ -2004,8 +2000,6 @@ def log_header(run):
     log.write(header)  # at once, so that no log has a part of a header
     log.header = header
     log.show("\n".join(shown))
-    if log.unwritten:
-        raise UserError(f"{log.path} cannot be written: free disk space, then start again")
 
 
 def log_summary(run):
@@ -2058,9 +2052,9 @@ def save(run, name, **more):
         os.replace(partial, path)
         return True
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
-        run.log(f"warning: {name} was not written ({error.__context__ or error})")
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)  # frees the space of the partial file
+            partial.unlink(missing_ok=True)  # frees its space, also for the next line of the log
+        run.log(f"warning: {name} was not written ({error.__context__ or error})")
         return False
 
 
