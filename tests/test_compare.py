@@ -23,15 +23,15 @@ from train_gpt2 import main, parse_args
     [
         # By hand: the mean of x is 2, its variance 1, so t = (2 - 4) / sqrt(1 / 3).
         ("--target=4", 0, "t=-3.46 p=0.037; the mean's 95% interval -0.4841 to 4.4841"),
-        ("--target=4 --n=3", 1, "No record: p=0.037 is not below 0.01"),
-        ("--target=40 --n=3", 0, "Record: p=0.00012 is below 0.01, with n=3"),
-        ("--target=-40 --n=3", 1, "No record: p=1"),
+        ("--target=4 --n=3", 1, "Not significant: p=0.037 is not below 0.01"),
+        ("--target=40 --n=3", 0, "Significant: p=0.00012 is below 0.01, with n=3"),
+        ("--target=-40 --n=3", 1, "Not significant: p=1"),
         # y: mean 4, variance 4. t = -2 / sqrt(1/3 + 4/3), df = (5/3)^2 / ((1/9 + 16/9) / 2).
         ("--against {}/y*", 0, "Welch's t=-1.55 df=2.9 p=0.22 (two-sided), p=0.11 (one-sided: x"),
         ("--against {}/y*", 0, "x minus y: -2.0000, 95% interval -6.1554 to +2.1554."),
         ("--against {}/y*", 0, "They differ in: learning_rate 0.01 against 0.02."),
         ("--against {}/y*", 0, "No verdict: pass --n"),
-        ("--against {}/z* --n=3", 0, "Record: p="),
+        ("--against {}/z* --n=3", 0, "Significant: p="),
     ],
 )
 def test_statistics_match_values_computed_by_hand(arguments, status, sentence, tmp_path, capsys):

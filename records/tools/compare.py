@@ -4,8 +4,8 @@
     python records/tools/compare.py LOG... --against LOG... --n 5   # is A's mean below B's?
 
 LOG as for report.py. --n is the number of runs per side that was fixed before the runs. Without it
-there is no verdict, and the exit status is 0. With it, the verdict is "Record" and status 0 if p is
-below 0.01, otherwise "No record" and status 1.
+there is no verdict, and the exit status is 0. With it, the verdict is "Significant" and status 0 if p is
+below 0.01, otherwise "Not significant" and status 1.
 
 The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, and groups whose
 settings, source or torch version vary. It also rejects sides that differ in data, validation
@@ -20,7 +20,7 @@ from runlog import COMPARABLE, MAY_VARY, argument_parser, command, packages, req
 with packages():
     from scipy import stats
 
-ALPHA = 0.01  # a record needs a p below this
+ALPHA = 0.01  # a significant difference has a p below this
 
 
 # ---- Checks -------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def check(sides, target, n):
         require(
             n in (None, len(runs)),
             f"{name} has {len(runs)} runs, but n={n} was fixed in advance: give exactly these "
-            f"{n}, or omit --n and claim no record",
+            f"{n}, or omit --n for no verdict",
         )
         check_repetitions(runs)
         losses = {run.val_loss for run in runs}
@@ -131,12 +131,12 @@ def against_group(a, x, b, y):
 
 
 def verdict(p, n):
-    """Return the verdict and the exit status: 1 if --n was given and this is no record."""
+    """Return the verdict and the exit status: 1 if --n was given and it is not significant."""
     if n is None:
         return "No verdict: pass --n, the number of runs fixed in advance.", 0
     if not p < ALPHA:  # also if p is NaN
-        return f"No record: p={p:.2g} is not below {ALPHA:g}.", 1
-    return f"Record: p={p:.2g} is below {ALPHA:g}, with n={n} fixed in advance.", 0
+        return f"Not significant: p={p:.2g} is not below {ALPHA:g}.", 1
+    return f"Significant: p={p:.2g} is below {ALPHA:g}, with n={n} fixed in advance.", 0
 
 
 # ---- Command line -------------------------------------------------------------------------------
