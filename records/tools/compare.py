@@ -4,8 +4,8 @@
     python records/tools/compare.py LOG... --against LOG... --n 5   # is A's mean below B's?
 
 LOG as for report.py. --n is the number of runs per side that was fixed before the runs. Without it
-there is no verdict, and the exit status is 0. With it, the verdict is "Significant" and status 0 if p is
-below 0.01, otherwise "Not significant" and status 1.
+there is no verdict, and the exit status is 0. With it, the verdict is "Significant" and the status
+0 if p is below 0.01, otherwise "Not significant" and 1.
 
 The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, and groups whose
 settings, source or torch version vary. It also rejects sides that differ in data, validation
