@@ -8,8 +8,8 @@ The defaults are those of record 7 of the public NanoGPT speedrun (October 2024)
 record reports a validation loss of 3.2755 after 12.0 minutes on 8xH100. This file has not been run
 on a GPU yet. It requires Linux or macOS, Python 3.10+, torch 2.5+ and numpy.
 
-The first sections, from settings to main, are the ones to read to understand a run, and to edit to
-change it. Those titled "Machinery" hold the rest, such as the command line and checkpoints.
+To understand a run, read the sections from settings to main. To change it, edit them. The sections
+titled "Machinery" hold the rest, such as the command line and checkpoints.
 
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. "Collective"
 marks a function that all ranks, the processes of torchrun, must call together.
@@ -65,8 +65,8 @@ from torch.utils._pytree import tree_leaves
 def setting(default, help, role, low=0, high=2**31 - 1, needs=""):
     """Return a field of Hyperparameters.
 
-    low, high: the smallest and largest number allowed. needs: another setting; while that one is 0
-    (or, if it is the model, "gpt2"), this one has no effect.
+    low, high: the smallest and largest number allowed. needs: another setting that must be on, that
+    is, neither 0 nor "gpt2". Otherwise, this setting has no effect.
     """
     if needs:
         help += " (needs --model=modern)" if needs == "model" else f" (needs --{needs})"
@@ -105,7 +105,7 @@ class Hyperparameters:
     batch_size: int = training(512, "sequences per step, over all processes", low=1)
     sequence_length: int = training(1024, "tokens per sequence", low=1)
     num_iterations: int = growing(5100, "optimizer steps", low=1)
-    adamw_every: int = training(1, "steps between updates of AdamW", low=1, needs="model")
+    adamw_every: int = training(1, "steps between updates of all but Muon", low=1, needs="model")
     learning_rate: float = training(0.0036, "AdamW's rate for lm_head, and for wte in gpt2")
     embedding_learning_rate: float = training(0.6, "AdamW's rate for embeddings", needs="model")
     ngram_learning_rate: float = training(
@@ -114,9 +114,9 @@ class Hyperparameters:
     muon_learning_rate: float = training(0.00036, "Muon's rate for the matrices of the blocks")
     muon_weight_decay: float = training(0.0, "weight decay of Muon", needs="model")
     muon_momentum: float = training(0.95, "momentum of Muon", high=0.999)
-    muon_warmup_fraction: float = training(0.0, "fraction of steps: momentum warm-up", high=1)
-    muon_cooldown_fraction: float = training(0.0, "fraction of steps: momentum cool-down", high=1)
-    warmdown_fraction: float = training(1450 / 5100, "fraction of steps: decay of rates", high=1)
+    muon_warmup_fraction: float = training(0.0, "momentum warm-up, fraction of steps", high=1)
+    muon_cooldown_fraction: float = training(0.0, "momentum cool-down, fraction of steps", high=1)
+    warmdown_fraction: float = training(1450 / 5100, "decay of rates, fraction of steps", high=1)
     final_lr: float = training(0.0, "learning rates at the end, relative to the first", high=1)
     ngram_dropout: float = training(0.0, "share of n-grams dropped", high=0.99, needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at a new offset")
@@ -147,9 +147,9 @@ def modern_recipe(width, **settings):
 
     Sources: records/2026-11-26_Modern_2026. The public learning rate of Muon is 0.03, and 0.06 for
     both matrices of the MLP. Muon's update is scaled by sqrt(max(M, N)) here, so 0.03 / sqrt(width)
-    gives 0.03 for (width, width) and 0.06 for the MLP, where max(M, N) = 4 * width. The public
-    weight decay is 1.2 * 0.03. Here, lr * weight_decay = 0.03 * 1.2 * 0.03 for every matrix, while
-    the public decay of the MLP is twice that, like its rate.
+    gives 0.03 for (width, width) and 0.06 for the MLP, where max(M, N) = 4 * width. In a
+    step, the public code decays weights by 1.2 * 0.03 times the rate, 0.03 or 0.06. Here, it is
+    1.2 * 0.03 * 0.03 for all matrices.
     """
     return dict(
         model="modern", n_layer=11, n_head=width // 128, n_embd=width, window=1728,
@@ -179,7 +179,8 @@ PRESETS = {
             # GPT-2's first 2,048 tokens and a document token, rounded up to a multiple of 128
             vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
             n_layer=8, batch_size=8, sequence_length=512, device_batch_size=8,
-            window=6 * 512,  # grows to six sequences, so it covers one after an eighth of the run
+            # Long layers see the whole sequence after 1/8 of the run, others after 7/24.
+            window=6 * 512,
             num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
         ),
     ),
@@ -377,7 +378,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
-        # Small chunks are slow. Both limits are tuned on CPUs, and 2 is a guess for GPUs.
+        # Small chunks are slow. min_logits and 8 were tuned on CPUs; 2, for GPUs, is a guess.
         min_logits = 512 * 50304  # in a chunk
         max_chunks = 2 if x.is_cuda else 8
         chunks = max(1, min(max_chunks, len(x) * len(weight) // min_logits))
@@ -450,8 +451,9 @@ class ModernAttention(CausalSelfAttention):
 
     A value table adds a learned embedding of the token to each value. With offset keys, the half
     of each key that is not rotated is copied from the previous token's key, even across a document
-    boundary. The key at j then describes token j - 1, and its value token j. A query can therefore
-    find what followed an earlier copy of its own token, as an induction head does with two layers.
+    boundary. The key at j then describes token j - 1, while the value at j describes token j. A
+    query can therefore find what followed an earlier copy of its own token, for which an induction
+    head needs two layers.
     """
 
     def __init__(self, args, layer, dtype):
@@ -469,7 +471,7 @@ class ModernAttention(CausalSelfAttention):
         """Return D/4 frequencies from 1 to 1/1024, and D/4 zeros for channels without position."""
         return F.pad(1024.0 ** -torch.linspace(0, 1, D // 4), (0, D // 2 - D // 4))
 
-    def forward(self, x, tokens, mask):  # (B, T, C), (B, T), see attend
+    def forward(self, x, tokens, mask):  # x: (B, T, C); tokens: (B, T); mask: see attend
         q = self.rotary(norm(self.split_heads(self.c_q(x))))
         k = self.rotary(norm(self.split_heads(self.c_k(x))))
         v = self.split_heads(self.c_v(x))
@@ -514,7 +516,7 @@ def attention_mask(documents, window_blocks):
         sequence = torch.arange(B, device=device)[:, None, None]  # (B, 1, 1)
         query = torch.arange(T, device=device)[:, None]  # (T, 1)
         key = torch.arange(T, device=device)
-        return visible(sequence, 0, query, key)[:, None]  # (B, 1, T, T)
+        return visible(sequence, 0, query, key)[:, None]  # broadcast to (B, 1, T, T)
     # Which blocks of keys each block of queries sees: (B, queries, keys). The index of the document
     # never decreases, so an earlier block of keys shares a document with the queries if and only if
     # key_last >= query_first.
@@ -524,10 +526,10 @@ def attention_mask(documents, window_blocks):
     distance = block[:, None] - block
     seen = (query_first <= key_last) & (distance >= 0) & (distance < window_blocks)
     counts = seen.sum(-1, dtype=torch.int32)  # how many blocks of keys a block of queries sees
-    # The blocks that a block of queries sees are consecutive and end with its own. If block 5 sees
-    # three of eight blocks, its indices are 3, 4, 5, 6, 7, 7, 7, 7. FlexAttention reads only the
-    # first three, and clamp keeps the others in range. torch.argsort would do this in one line, but
-    # takes about a minute to compile.
+    # A block of queries sees consecutive blocks of keys, which end with its own. Its row lists the
+    # first of them, the next one, and so on. FlexAttention reads only the first `counts` entries;
+    # clamp keeps the others in range. torch.argsort would do this in one line, but takes about a
+    # minute to compile.
     first_seen = block - counts + 1
     indices = (first_seen[:, :, None] + block).clamp(max=len(block) - 1).int()
     return BlockMask.from_kv_blocks(
@@ -571,7 +573,7 @@ class NgramTable(nn.Module):
         super().__init__()
         self.max_ngram = args.max_ngram
         self.dropout = args.ngram_dropout
-        # A buffer, because a Python number would be compiled in, and every seed would recompile.
+        # A buffer, because a Python number would be compiled in, so each new seed would recompile.
         self.register_buffer("seed", torch.tensor(args.seed), persistent=False)
         self.adagrad = args.ngram_learning_rate > 0
         dtype = torch.float32 if self.adagrad else dtype
@@ -599,10 +601,10 @@ class NgramTable(nn.Module):
     def survives_dropout(self, hashes, inputs):
         """Return a mask of the n-grams that dropout keeps: bool, (B, T, max_ngram - 1).
 
-        hashes: (B, T, max_ngram - 1), one for each n-gram. Whether an n-gram is
-        kept depends only on its hash, on the seed and on the sum of the sequence's tokens, so not
-        on the number of ranks or on earlier batches. All its copies in a sequence are kept or
-        dropped together.
+        hashes: (B, T, max_ngram - 1), one for each n-gram. Whether an n-gram is kept depends only
+        on its hash, on the seed and on the sum of the sequence's tokens, and therefore not on the
+        number of ranks or on earlier batches. All its copies in a sequence are kept or dropped
+        together.
         """
         # Multiplicative hashing with an odd salt and the multiplier of Knuth's MMIX generator. The
         # int64 product wraps around, and its highest bits are the best mixed.
@@ -647,17 +649,19 @@ class ModernGPT(nn.Module):
     def init_weights(self, args):
         """Fill all weights with their initial values.
 
-        weights                   initial values                       public records
-        wte                       normal, standard deviation 1
-        c_q, c_k, c_v, mlp.c_fc   uniform, standard deviation
-                                  0.5 / sqrt(columns)                  77 (q, k, v), 62 (c_fc)
-                                  equal_keys: last c_k copies c_q      our own
-        c_proj, value_gate        zeros (c_proj: in attention and MLP) 62
-        value_table               normal, standard deviation 0.01      70
-        ngrams, lm_head           zeros                                62, 8
-        input_weights             1.1 stream, 0 tokens, 0.1 n-grams    45, 62
-        skip_weight               0.18, about sigmoid(-1.5)            45
-        backout_weight            0.5                                  40
+        weights                   initial values                           public records
+        wte                       normal, std 1
+        c_q, c_k, c_v             uniform, std 0.5 / sqrt(columns)         77
+        mlp.c_fc                  uniform, std 0.5 / sqrt(columns)         62
+        c_proj                    zeros, set in CausalSelfAttention, MLP   62
+        value_gate                zeros                                    62
+        value_table               normal, std 0.01                         70
+        ngrams                    zeros                                    62
+        lm_head                   zeros                                    8
+        input_weights             1.1 stream, 0 tokens, 0.1 n-grams        45, 62
+        skip_weight               0.18, about sigmoid(-1.5)                45
+        backout_weight            0.5                                      40
+        c_k of the last layer     equal to its c_q, if equal_keys is set   none, our own
         """
         nn.init.normal_(self.wte.weight)
         nn.init.zeros_(self.lm_head.weight)
@@ -720,42 +724,38 @@ NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
 def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     """Orthogonalize G = U S V^T by Newton-Schulz iterations: return approximately U V^T.
 
-    G: (M, N) or (K, M, N), of any float dtype; it is not modified. dtype: dtype of the matmuls.
-    Returns bfloat16, the dtype in which Muon sends updates to other ranks. If the norm of G is
-    below 1e-6, the singular values fall short of 1. Raises ValueError if G is not 2-D or 3-D.
+    G: (M, N), of any float dtype; it is not modified. dtype: dtype of the matmuls. Returns
+    bfloat16, the dtype in which Muon sends updates to other ranks. If the norm of G is below 1e-6,
+    the singular values fall short of 1. Raises ValueError if G is not a matrix.
     Source: https://kellerjordan.github.io/posts/muon/
     """
-    if G.ndim not in (2, 3):
-        raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix or a stack of matrices")
+    if G.ndim != 2:
+        raise ValueError(f"G has shape {tuple(G.shape)}: expected a matrix")
     # In float32, the squares of entries above 1.8e19 overflow. MPS has no float64.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
     # Two reductions are faster than one over the whole matrix.
-    row_norms = torch.linalg.vector_norm(G, dim=-1, dtype=norm_dtype)
-    norms = (torch.linalg.vector_norm(row_norms, dim=-1) + 1e-7).float()  # () or (K,)
-    if G.ndim == 3:
-        norms = norms[:, None, None]
-    # A 0-D norm does not promote bfloat16 to float32, and the norms of a stack do. So a single
-    # bfloat16 matrix is divided in bfloat16, which is faster.
-    X = (G.to(torch.promote_types(G.dtype, dtype)) / norms).to(dtype)
-    is_tall = G.size(-2) > G.size(-1)
-    X = X.mT if is_tall else X  # (m, n) with m <= n, or a stack
-    m, n = X.shape[-2:]  # for n >= 2 m, the Gram variant is faster
+    row_norms = torch.linalg.vector_norm(G, dim=1, dtype=norm_dtype)
+    norm = (torch.linalg.vector_norm(row_norms) + 1e-7).float()
+    # Division by a 0-D norm keeps the dtype: bfloat16 is divided in bfloat16, which is faster.
+    X = (G.to(torch.promote_types(G.dtype, dtype)) / norm).to(dtype)
+    is_tall = G.size(0) > G.size(1)
+    X = X.T if is_tall else X  # (m, n) with m <= n
+    m, n = X.shape  # for n >= 2 m, the Gram variant is faster
     X = newton_schulz(X) if n < 2 * m else gram_newton_schulz(X)
-    return (X.mT if is_tall else X).bfloat16()
+    return (X.T if is_tall else X).bfloat16()
 
 
 def newton_schulz(X):
-    """Iterate on X, (m, n) or (K, m, n) with m <= n.
+    """Iterate on X, (m, n) with m <= n.
 
     With R = X X^T and Z = b R + c R^2, an iteration replaces X by (a I + Z) X. It maps each
     singular value s to a s + b s^3 + c s^5, which quickly raises small ones. After five iterations,
     all but the smallest lie between 0.7 and 1.2.
     """
-    mm, addmm = (torch.mm, torch.addmm) if X.ndim == 2 else (torch.bmm, torch.baddbmm)
     for a, b, c in NEWTON_SCHULZ:
-        R = mm(X, X.mT)
-        Z = addmm(R, R, R, beta=b, alpha=c)  # addmm(C, A, B) is beta C + alpha A B
-        X = addmm(X, Z, X, beta=a)  # (a I + Z) X
+        R = X @ X.T
+        Z = torch.addmm(R, R, R, beta=b, alpha=c)  # b R + c R R
+        X = torch.addmm(X, Z, X, beta=a)  # a X + Z X
     return X
 
 
@@ -767,17 +767,16 @@ def gram_newton_schulz(X):
     away from X X^T, so after two iterations, X is multiplied and R is computed anew.
     Source: https://dao-lab.ai/blog/2026/gram-newton-schulz
     """
-    mm, addmm = (torch.mm, torch.addmm) if X.ndim == 2 else (torch.bmm, torch.baddbmm)
-    identity = torch.eye(X.size(-2), dtype=X.dtype, device=X.device)
+    identity = torch.eye(len(X), dtype=X.dtype, device=X.device)
     for coefficients in NEWTON_SCHULZ[:2], NEWTON_SCHULZ[2:]:
-        R, Q = mm(X, X.mT), None
+        R, Q = X @ X.T, None
         for i, (a, b, c) in enumerate(coefficients):
-            Z = addmm(R, R, R, beta=b, alpha=c)
-            Q = Z + a * identity if Q is None else addmm(Q, Z, Q, beta=a)  # (a I + Z) Q
+            Z = torch.addmm(R, R, R, beta=b, alpha=c)  # b R + c R R
+            Q = Z + a * identity if Q is None else torch.addmm(Q, Z, Q, beta=a)  # (a I + Z) Q
             if i < len(coefficients) - 1:  # the last R is not needed
-                R = addmm(R, R, Z, beta=a)  # R (a I + Z)
-                R = addmm(R, Z, R, beta=a)  # (a I + Z) R (a I + Z)
-        X = mm(Q, X)
+                R = torch.addmm(R, R, Z, beta=a)  # R (a I + Z)
+                R = torch.addmm(R, Z, R, beta=a)  # (a I + Z) R (a I + Z)
+        X = Q @ X
     return X
 
 
@@ -790,8 +789,8 @@ class Muon(torch.optim.Optimizer):
     params: 2-D matrices, or 4-D convolution kernels, which are flattened to (M, N).
     lr: RMS change of an entry per step.
     momentum: decay of the moving average of gradients.
-    weight_decay: decoupled, as in AdamW: a step multiplies entries by 1 - lr * weight_decay, except
-      those whose update is exactly 0, such as those of a parameter without a gradient.
+    weight_decay: decoupled, as in AdamW: a step multiplies entries by 1 - lr * weight_decay, but
+      not those whose update is exactly 0, such as all of a parameter without a gradient.
     rank, world_size: the rank of this process in process_group, and the size of the group.
     process_group: the ranks that share the work; None is the default group.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32.
@@ -846,6 +845,11 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         check_muon_group(self.param_groups[-1])
 
+    def __getstate__(self):
+        """Return what pickle and copy.deepcopy need, including the attributes of this class."""
+        own = ("rank", "world_size", "process_group", "dtype")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
     @torch.no_grad()
     def step(self, closure=None):
         """Collective: update all parameters in place; return the closure's loss, or None."""
@@ -870,29 +874,30 @@ class Muon(torch.optim.Optimizer):
     def update_replicated(self, group, rank_costs):
         """Collective: update the parameters of a group that every rank holds in full.
 
-        Each rank orthogonalizes the matrices of some stacks and writes the updates into a buffer.
-        The other parts of its buffer are 0, so a sum over the ranks gives every rank the exact
-        updates. The update of a parameter without a gradient is 0.
+        Each rank orthogonalizes some of the matrices and writes the updates into a buffer. The
+        other parts of its buffer are 0, so a sum over the ranks gives every rank the exact updates.
+        The update of a parameter without a gradient is 0.
         """
-        stacks = stacks_of([p for p in group["params"] if not is_dtensor(p)])
-        params = [p for stack in stacks for p in stack]
+        params = [p for p in group["params"] if not is_dtensor(p)]
         if not params:
             return
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         updates = {p: slot.view(matrix_shape(p)) for p, slot in zip(params, buffer.split(sizes))}
         mine = set()  # the parameters whose updates this rank computes
-        for stack in stacks:
-            # The rank with the least work so far. Ranks agree on it, whatever gradients they have.
-            owner = rank_costs.index(min(rank_costs))
-            rank_costs[owner] += len(stack) * matrix_cost(stack[0])
+        for p in sorted(params, key=matrix_cost, reverse=True):
+            owner = rank_costs.index(min(rank_costs))  # the same on all ranks
+            rank_costs[owner] += matrix_cost(p)
             if owner == self.rank:
-                mine.update(stack)
-            with_gradient = [p for p in stack if p.grad is not None]
-            for p in with_gradient:
-                self.update_momentum(p, group)  # on every rank, so that its state is complete
-            if with_gradient and owner == self.rank:
-                self.write_updates(with_gradient, group, updates)
+                mine.add(p)
+            if p.grad is None:
+                continue
+            self.update_momentum(p, group)  # on every rank, so that its state is complete
+            if owner == self.rank:
+                direction = self.nesterov_direction(p, group).flatten(1).to(self.dtype)
+                updates[p].copy_(zeropower_via_newtonschulz5(direction, self.dtype))
+                if group["beta2"]:
+                    equalize_rows(updates[p], self.state[p]["row_squares"], group["beta2"])
         if self.world_size > 1:
             dist.all_reduce(buffer, group=self.process_group)
         for p, update in updates.items():
@@ -900,25 +905,11 @@ class Muon(torch.optim.Optimizer):
         if group["beta2"] and self.world_size > 1:
             self.share_averages(params, mine)
 
-    def write_updates(self, stack, group, updates):
-        """Write the orthogonalized directions of a stack into updates, {parameter: (M, N)}."""
-        shape = (len(stack), *matrix_shape(stack[0]))
-        directions = torch.empty(shape, dtype=self.dtype, device=stack[0].device)
-        for p, direction in zip(stack, directions):
-            direction.copy_(self.nesterov_direction(p, group).flatten(1))
-        if len(stack) == 1:
-            directions = directions[0]  # (M, N): a plain matmul is faster than a batched one
-        results = zeropower_via_newtonschulz5(directions, self.dtype)
-        for p, result in zip(stack, results.reshape(shape)):
-            updates[p].copy_(result)
-            if group["beta2"]:
-                equalize_rows(updates[p], self.state[p]["row_squares"], group["beta2"])
-
     def share_averages(self, params, mine):
         """Collective: send NorMuon's averages to all ranks.
 
-        Each was updated only by the rank that orthogonalized the matrix, because its many small
-        kernels would slow down every rank.
+        Each was updated only by the rank that orthogonalized the matrix: updating all of them on
+        every rank would launch many small kernels.
         """
         averages = [self.state[p]["row_squares"] for p in params]
         for p, average in zip(params, averages):
@@ -933,33 +924,34 @@ class Muon(torch.optim.Optimizer):
     def update_dtensors(self, group):
         """Collective: update the DTensors of a group.
 
-        Each rank of the mesh gathers at most one whole matrix of a stack, orthogonalizes it, and
-        sends the shards of the update back.
+        In each round, every rank of the mesh gathers at most one whole matrix, orthogonalizes it,
+        and sends the shards of the update back.
         """
         params = [p for p in group["params"] if is_dtensor(p) and p.grad is not None]
-        for stack in stacks_of(params):
-            for p in stack:
+        for members in rounds_of(params):
+            for p in members:
                 self.update_momentum(p, group)
             directions = torch.stack(
-                [self.nesterov_direction(p, group).to(self.dtype) for p in stack]
-            )  # (matrices, *p.shape), sharded like the parameters
-            # At most one matrix on each rank. dist.tensor is imported already if DTensors exist.
+                [self.nesterov_direction(p, group).to(self.dtype) for p in members]
+            )  # (matrices, *p.shape), with the shards of the parameters
+            # From shards of every matrix to one whole matrix on each rank, or none if there are
+            # fewer. dist.tensor is imported already if DTensors exist.
             one_per_rank = [dist.tensor.Shard(0)] * directions.device_mesh.ndim
-            whole = directions.redistribute(placements=one_per_rank)  # to_local(): (0 or 1, ...)
+            whole = directions.redistribute(placements=one_per_rank)
             updates = torch.empty_like(whole, dtype=torch.bfloat16)
             for direction, update in zip(whole.to_local(), updates.to_local()):
                 result = zeropower_via_newtonschulz5(direction.flatten(1), self.dtype)
                 update.copy_(result.view(update.shape))
             if group["beta2"]:
-                # Each rank updates the averages of its matrices, and then all ranks receive them.
-                averages = torch.stack([self.state[p]["row_squares"] for p in stack])
+                # Each rank updates the averages of its matrix, and then all ranks receive them.
+                averages = torch.stack([self.state[p]["row_squares"] for p in members])
                 my_averages = averages.redistribute(placements=one_per_rank)
                 for update, average in zip(updates.to_local(), my_averages.to_local()):
                     equalize_rows(update.flatten(1), average, group["beta2"])
                 averages = my_averages.redistribute(placements=averages.placements)
-                for p, average in zip(stack, averages):
+                for p, average in zip(members, averages):
                     self.state[p]["row_squares"].copy_(average)
-            for p, update in zip(stack, updates.redistribute(placements=directions.placements)):
+            for p, update in zip(members, updates.redistribute(placements=directions.placements)):
                 self.apply_update(p, update, group)
 
     def update_momentum(self, p, group):
@@ -1020,7 +1012,7 @@ def matrix_cost(p):
 
 
 def equalize_rows(update, average, beta2):
-    """Divide rows of an update by their usual size, a moving average; keep its norm (NorMuon).
+    """Divide each row of an update by a moving average of its RMS, and restore the update's norm.
 
     update: (M, N), changed in place. If M < N, its columns take the place of its rows. average:
     moving average of each row's mean square, (M, 1), or (1, N); updated in place. It starts at 0,
@@ -1036,25 +1028,15 @@ def equalize_rows(update, average, beta2):
     update.mul_(scale * (norm2_before / norm2_after).sqrt())
 
 
-def stacks_of(params):
-    """Split params into stacks of matrices of one shape, the costliest first.
-
-    A stack holds up to eight matrices, with at most 2**20 entries in total, for batched matmuls. A
-    larger matrix forms its own stack. These stacks must not depend on the number of ranks, because
-    the size of a batched matmul can change the last bits. A stack of DTensors gives each rank one
-    matrix, and nothing is batched.
-    """
+def rounds_of(params):
+    """Split DTensors into lists of equal shape and placement, with one matrix for each rank."""
     alike = {}
-    for p in sorted(params, key=lambda p: (matrix_cost(p), p.shape), reverse=True):
-        placement = (p.device_mesh, p.placements) if is_dtensor(p) else None
-        alike.setdefault((p.shape, placement), []).append(p)
-    stacks = []
-    for (shape, placement), members in alike.items():
-        size = max(1, min(8, 2**20 // max(1, shape.numel())))
-        if placement is not None:
-            size = placement[0].size()  # ranks of the mesh
-        stacks += [members[i : i + size] for i in range(0, len(members), size)]
-    return stacks
+    for p in params:
+        alike.setdefault((p.shape, p.device_mesh, p.placements), []).append(p)
+    rounds = []
+    for (_, mesh, _), members in alike.items():
+        rounds += [members[i : i + mesh.size()] for i in range(0, len(members), mesh.size())]
+    return rounds
 
 
 # ---- Data: shards of tokens, read as one stream --------------------------------------------------
@@ -1234,10 +1216,10 @@ def apply_schedule(model, optimizers, step, args):
 
 
 def build_optimizers(model, args):
-    """Return the optimizers of a model. They may have two attributes of ours.
+    """Return the optimizers of a model. Two extra attributes may be set on them.
 
-    is_scheduled: whether momentum and weight decay follow Muon's schedules. every: number of steps
-    after which the optimizer steps; until then, it accumulates gradients.
+    is_scheduled: whether momentum and weight decay follow Muon's schedules. every: the optimizer
+    updates every so many training steps; gradients accumulate in between.
     """
     build = gpt2_optimizers if args.model == "gpt2" else modern_optimizers
     muon_options = dict(momentum=args.muon_momentum, dtype=model.dtype)
@@ -1314,9 +1296,9 @@ def train_step(run, inputs, targets):
     """Collective: do one optimizer step. Return a dict of 0-D tensors.
 
     inputs, targets: (B, T) int64, this rank's part of the batch, which is split into micro-batches
-    of at most device_batch_size sequences. The result holds loss,
-    must_stop (how many ranks were asked to stop the run) and anything else to log. On a GPU, this
-    only launches work: nothing here waits for the device.
+    of at most device_batch_size sequences. The result holds loss, stops (how many ranks were asked
+    to stop the run) and anything else to log. On a GPU, this only launches work: nothing here waits
+    for the device.
     """
     sequences = len(inputs) * get_world_size()
     loss = 0.0
@@ -1331,9 +1313,9 @@ def train_step(run, inputs, targets):
     for optimizer in due:
         optimizer.step()
         optimizer.zero_grad()
-    must_stop = torch.full_like(loss, run.stop.requested)  # filled on the device, without a copy
-    loss, must_stop = sum_over_ranks(torch.stack([loss, must_stop]))
-    return dict(loss=loss, must_stop=must_stop)  # add others, such as grad_norm=norm, to log them
+    stops = torch.full_like(loss, run.stop.requested)  # filled on the device, without a copy
+    loss, stops = sum_over_ranks(torch.stack([loss, stops]))
+    return dict(loss=loss, stops=stops)  # add others, such as grad_norm=norm, to log them
 
 
 def sum_gradients(optimizers):
@@ -1369,7 +1351,7 @@ def validate(run):
     lr = run.args.learning_rate * lr_scale_at(run.step, run.args)
     run.log.progress(run.step, "val_loss", run.val_loss, dict(lr=lr))
     is_best = run.val_loss < run.best_loss
-    if run.repeats_data and is_best and save(run, "best.pt"):  # a later loss may be overfit
+    if run.repeats_data and is_best and save(run, "best.pt"):  # later weights may be overfit
         run.best_loss = run.val_loss
 
 
@@ -1403,7 +1385,7 @@ def log_step(run, results):
     """Wait for the results of train_step and log them. Set run.stopped if a rank must stop."""
     values = {name: tensor.item() for name, tensor in results.items()}
     loss = values.pop("loss")
-    run.stopped |= values.pop("must_stop") > 0
+    run.stopped |= values.pop("stops") > 0
     run.log.progress(run.step, "train_loss", loss, values)
     if not math.isfinite(loss):
         raise UserError(f"train_loss is {loss} at step {run.step}: lower the learning rates")
@@ -1475,8 +1457,8 @@ def main(args, stop=None):
         return None
     restore(run)
     log_header(run)
-    # Save at once. Otherwise, before the first checkpoint, --resume=auto without --init or the path
-    # would silently start from new weights.
+    # Save at once. After an early crash, --resume=auto then finds this checkpoint and never starts
+    # from new weights, even if the command no longer says --init or --resume=PATH.
     starts_elsewhere = run.loaded_file and not is_own(run, run.loaded_file)
     if starts_elsewhere and not save_checkpoint(run):
         raise UserError("the first checkpoint was not written: free disk space, then start again")
@@ -1583,8 +1565,9 @@ def parse_args(argv):
             settings[field.name] = field.default
     packed_size = read_manifest(settings["train_files"]).get("vocab_size")
     if packed_size is not None and "vocab_size" not in given:
-        if isinstance(packed_size, int) and packed_size > 1024:  # more than bytes
-            packed_size = math.ceil(packed_size / 128) * 128  # for speed
+        # Padding is for speed. A small vocabulary, such as that of bytes, is not padded.
+        if isinstance(packed_size, int) and packed_size > 1024:
+            packed_size = math.ceil(packed_size / 128) * 128
         settings["vocab_size"] = packed_size
     return Hyperparameters(**settings)
 
@@ -1728,7 +1711,7 @@ def choose_dtype(args, device):
 
 
 def configure_backend(args, device):
-    """Set PyTorch's global options for this device."""
+    """Set PyTorch's global options. Nearly all of them are for CPUs."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but Adagrad warns if unset
     if device.type == "cuda":
         return
@@ -2056,7 +2039,7 @@ def save(run, name, **more):
             raise UserError(f"{path} was not written, because a value is not finite: {fix}")
     if get_rank() != 0:
         return True
-    lock_path = run.folder / "run.lock"
+    lock_path = run.folder / "run.lock"  # of another folder, if it was replaced since claim_folder
     if not lock_path.exists() or not os.path.samefile(lock_path, run.lock.fileno()):
         raise UserError(f"{run.folder} was deleted or replaced during the run: start again")
     try:
@@ -2080,7 +2063,7 @@ def save_checkpoint(run):
     if not save(run, path.name, optimizers=states, train_seconds=run.log.seconds["train"]):
         return False
     if get_rank() == 0:
-        # Newer checkpoints, if any, were damaged when this run was resumed, so they do not count.
+        # Ignore newer checkpoints: resuming skipped them as damaged.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
             with contextlib.suppress(OSError):
@@ -2097,7 +2080,7 @@ def read_pt(path):
     """Return the dict in a file that save() wrote."""
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a file")
-    data = Path(path).read_bytes()  # so that errors below are those of the data, not of the disk
+    data = Path(path).read_bytes()  # so any error below means bad contents, not a failed read
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:  # a .pt file is a zip file
             damaged_part = archive.testzip()  # compares checksums
@@ -2193,7 +2176,7 @@ def load_checkpoint(run, path):
         raise UserError(f"{path} holds only weights: start a new run with --init={path}")
     facts = dict(run.facts)
     if not is_own(run, path):
-        del facts["initial_weights"]  # within one run, they must stay the same
+        del facts["initial_weights"]  # another run may have begun from other weights
     check_same(run, facts, state, path)
     threads = state.get("threads", torch.get_num_threads())
     if threads != torch.get_num_threads():
@@ -2233,7 +2216,8 @@ def check_same(run, facts, state, path):
     may_grow = settings_with_role(run.args, "growing")
     different = []
     for name, value in facts.items():
-        saved = state["facts"].get(name, defaults.get(name))  # its default, if it is new
+        # A setting that is newer than the file had its default.
+        saved = state["facts"].get(name, defaults.get(name))
         is_same = value == saved or None in (value, saved)
         has_grown = name in may_grow and value > saved
         if not is_same and not has_grown:

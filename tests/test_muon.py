@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ def relative(difference, whole):
 
 # ---- The iteration -------------------------------------------------------------------------------
 @pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(32, 32), (32, 48), (32, 64), (16, 80), (80, 16), (3, 8, 40)])
+@pytest.mark.parametrize("shape", [(32, 32), (32, 48), (32, 64), (16, 80), (80, 16)])
 def test_the_gram_matrix_gives_the_plain_iteration_up_to_float32s_rounding(
     shape, given, monkeypatch
 ):
@@ -48,12 +49,12 @@ def test_the_gram_matrix_gives_the_plain_iteration_up_to_float32s_rounding(
     assert torch.equal(kept, G), "the input must not be changed"
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)  # do not round the result
     out = zeropower_via_newtonschulz5(G, torch.float32)
-    plain = [plain_newton_schulz(matrix, dtype=torch.float32) for matrix in G.view(-1, *shape[-2:])]
-    torch.testing.assert_close(out, torch.stack(plain).view(shape), rtol=1e-4, atol=1e-5)
+    plain = plain_newton_schulz(G, dtype=torch.float32)
+    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
 
 
 @both_dtypes
-@pytest.mark.parametrize("shape", [(24, 40), (40, 8), (2, 8, 40)])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 8), (8, 40)])
 def test_the_scale_of_the_input_does_not_matter(shape, dtype):
     """Unless it is so small that the result may be smaller."""
     torch.manual_seed(0)
@@ -94,14 +95,11 @@ def test_singular_values_become_their_polynomial_as_well_as_in_the_plain_iterati
     for name, G in spectra(min(shape), max(shape)).items():
         G = G.T if shape[0] > shape[1] else G
         exact = exact_orthogonalization(G)
-        for out in (
-            zeropower_via_newtonschulz5(G, products),
-            zeropower_via_newtonschulz5(torch.stack([G] * 3), products)[1],
-        ):
-            plain = plain_newton_schulz(G, dtype=products)
-            bound = max(1.25 * relative(plain - exact, exact), 0.08)
-            assert relative(out - exact, exact) < bound, name
-            assert torch.linalg.matrix_norm(out.double(), 2) < 1.4, name
+        out = zeropower_via_newtonschulz5(G, products)
+        plain = plain_newton_schulz(G, dtype=products)
+        bound = max(1.25 * relative(plain - exact, exact), 0.08)
+        assert relative(out - exact, exact) < bound, name
+        assert torch.linalg.matrix_norm(out.double(), 2) < 1.4, name
 
 
 @pytest.mark.parametrize(
@@ -119,9 +117,9 @@ def test_invalid_values_are_refused(options):
         Muon(make_parameters(), **{"lr": 0.02, **options})
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (2, 2, 5, 5)])
-def test_newton_schulz_refuses_what_is_no_matrix_or_stack(shape):
-    with pytest.raises(ValueError, match="a matrix or a stack of matrices"):
+@pytest.mark.parametrize("shape", [(), (5,), (2, 5, 5)])
+def test_newton_schulz_refuses_what_is_no_matrix(shape):
+    with pytest.raises(ValueError, match="expected a matrix"):
         zeropower_via_newtonschulz5(torch.zeros(shape))
 
 
@@ -431,6 +429,23 @@ def test_the_section_alone_takes_the_same_steps():
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("options", [{}, NORMUON])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_goes_on_like_the_original(copied, options):
+    """Also if a scheduler has replaced the original's step by a function of its own."""
+    params = make_parameters()
+    muon = Muon(params, lr=0.02, **options)
+    torch.optim.lr_scheduler.ConstantLR(muon)
+    set_gradients(params, 0)
+    muon.step()
+    others, other = copied((params, muon))
+    for some, optimizer in (params, muon), (others, other):
+        set_gradients(some, 1)
+        optimizer.step()
+    assert torch.equal(flat(params), flat(others))
+    assert (other.rank, other.world_size, other.dtype) == (0, 1, torch.bfloat16)
+
+
 def saved_and_loaded(state):
     file = io.BytesIO()
     torch.save(state, file)
@@ -456,6 +471,8 @@ def test_a_state_can_be_loaded_again_and_again(options, dtype):
     resumed = Muon(copies, lr=0.5, **options)
     resumed.load_state_dict(resumed.state_dict())
     resumed.load_state_dict(copy.deepcopy(saved))
+    resumed = pickle.loads(pickle.dumps(resumed))
+    copies = resumed.param_groups[0]["params"]
     resumed.load_state_dict(saved_and_loaded(resumed.state_dict()))
     for step in 2, 3:
         set_gradients(copies, step)

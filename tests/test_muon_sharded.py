@@ -26,9 +26,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from train_gpt2 import Muon
 
-# Each shape once, so that the unsharded Muon batches no matmuls. On 3 or 4 ranks, some shards of
-# the smallest are empty. Two are convolution kernels.
-SHAPES = [(33, 20), (2, 33), (70, 2), (70, 70), (64, 17), (3, 1), (1, 5)]
+# On 3 or 4 ranks, some shards of the smallest are empty. Two are convolution kernels.
+SHAPES = [(33, 20), (2, 33), (70, 2), (70, 70), (64, 17), (3, 1), (1, 5), (33, 20), (33, 20)]
 SHAPES += [(5, 4, 3, 3), (1, 6, 2, 2)]
 OPTIONS = {
     "plain": dict(weight_decay=1.0),
