@@ -8,8 +8,8 @@ The defaults are those of record 7 of the public NanoGPT speedrun (October 2024)
 record reports a validation loss of 3.2755 after 12.0 minutes on 8xH100. This file has not been run
 on a GPU yet. It requires Linux or macOS, Python 3.10+, torch 2.5+ and numpy.
 
-To understand a run, read the sections from settings to main. To change it, edit them. The sections
-titled "Machinery" hold the rest, such as the command line and checkpoints.
+The sections from settings to main define a run: read them to understand it, and edit them to change
+it. The sections titled "Machinery" hold the rest, such as the command line and checkpoints.
 
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. "Collective"
 marks a function that all ranks, the processes of torchrun, must call together.
@@ -86,15 +86,16 @@ class Hyperparameters:
     """All settings of a run. Edit the defaults here, or pass --name=value on the command line.
 
     A new setting needs only a default and a type (bool, int, float, str or a Literal), as in
-    `my_setting: float = 1.0`. Its role is "training". Raises UserError if a value is not allowed.
+    `my_setting: float = 1.0`. It may not change on --resume. Raises UserError if a value is not
+    allowed.
     """
 
     model: Literal["gpt2", "modern"] = architecture("gpt2", "gpt2: record 7; modern: later ideas")
-    vocab_size: int = architecture(50304, "number of token ids; the data's manifest sets it", low=1)
+    vocab_size: int = architecture(50304, "number of token ids; a manifest of the data wins", low=1)
     n_layer: int = architecture(12, "transformer blocks", low=1)
     n_head: int = architecture(6, "attention heads", low=1)
     n_embd: int = architecture(768, "channels", low=1)
-    window: int = architecture(0, "final attention window in tokens; 0: none", needs="model")
+    window: int = architecture(0, "tokens; half of it in short layers; 0: no window", needs="model")
     document_token: int = architecture(50256, "token that starts a document", needs="window")
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams", needs="model")
     max_ngram: int = architecture(2, "longest n-gram in tokens", low=2, needs="ngram_rows")
@@ -105,7 +106,7 @@ class Hyperparameters:
     batch_size: int = training(512, "sequences per step, over all processes", low=1)
     sequence_length: int = training(1024, "tokens per sequence", low=1)
     num_iterations: int = growing(5100, "optimizer steps", low=1)
-    adamw_every: int = training(1, "steps between updates of all but Muon", low=1, needs="model")
+    adamw_every: int = training(1, "steps between updates, except Muon's", low=1, needs="model")
     learning_rate: float = training(0.0036, "AdamW's rate for lm_head, and for wte in gpt2")
     embedding_learning_rate: float = training(0.6, "AdamW's rate for embeddings", needs="model")
     ngram_learning_rate: float = training(
@@ -117,7 +118,7 @@ class Hyperparameters:
     muon_warmup_fraction: float = training(0.0, "momentum warm-up, fraction of steps", high=1)
     muon_cooldown_fraction: float = training(0.0, "momentum cool-down, fraction of steps", high=1)
     warmdown_fraction: float = training(1450 / 5100, "decay of rates, fraction of steps", high=1)
-    final_lr: float = training(0.0, "learning rates at the end, relative to the first", high=1)
+    final_lr: float = training(0.0, "learning rates at the end, as a fraction", high=1)
     ngram_dropout: float = training(0.0, "share of n-grams dropped", high=0.99, needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at a new offset")
     val_tokens: int = training(10485760, "tokens of val_files to validate on; 0: up to 2**18")
@@ -131,7 +132,7 @@ class Hyperparameters:
     log_dir: str = free("logs", "folder of logs and checkpoints")
     save_every: int = free(0, "steps between checkpoints; 0: only if a signal stops the run")
     keep_checkpoints: int = free(2, "number of recent checkpoints to keep", low=1)
-    resume: str = free("", "auto: continue run_id; a path: start a run from that checkpoint")
+    resume: str = free("", "auto: continue run_id; a path: continue that checkpoint as a new run")
     init: str = free("", "file with the initial weights, such as model.pt")
     device: Literal["auto", "cuda", "cpu"] = free("auto", "auto: cuda if there is one")
     device_batch_size: int = free(64, "maximum sequences per forward pass, to save memory", low=1)
@@ -355,7 +356,7 @@ def capped(logits, softcap):
     """Return logits, (..., V), in float32; if softcap > 0, softcap * tanh(logits / softcap)."""
     logits = logits.float()
     if softcap:
-        # The same function as tanh, written so that inductor fuses it well.
+        # Equals softcap * tanh(logits / softcap), but inductor fuses this form better.
         logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
     return logits
 
@@ -378,9 +379,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, softcap, needs_grad):  # (N, C), (V, C), (N,)
         count = (targets != -1).sum().clamp(min=1)
         cast_weight = weight.type_as(x)
-        # Small chunks are slow. min_logits and 8 were tuned on CPUs; 2, for GPUs, is a guess.
-        min_logits = 512 * 50304  # in a chunk
-        max_chunks = 2 if x.is_cuda else 8
+        min_logits = 512 * 50304  # in a chunk, because small chunks are slow (tuned on CPUs)
+        max_chunks = 2 if x.is_cuda else 8  # 8 was tuned on CPUs; 2 is a guess for GPUs
         chunks = max(1, min(max_chunks, len(x) * len(weight) // min_logits))
         pairs = list(zip(x.chunk(chunks), targets.chunk(chunks)))
         if not needs_grad:
@@ -408,7 +408,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # ---- Modern model: GPT with ideas from public records 8 to 77, and a table of hashed n-grams -----
 BLOCK = 128  # tokens; attention windows are made of blocks of this size
 ATTENTION_SCALE = 0.12  # scale of q k^T, in place of 1 / sqrt(D)
-GATE_CHANNELS = 12  # number of leading channels of attention's input that a value gate reads
+GATE_CHANNELS = 12  # a value gate reads the first 12 channels of its attention's input
 LOGIT_SOFTCAP = 15.0
 
 
@@ -420,7 +420,7 @@ class Layer(NamedTuple):
     is_long: bool  # attention has the long window and offset keys (see ModernAttention)
     starts_skip: bool  # its output is added to the input of the layer with ends_skip, if any
     ends_skip: bool
-    is_saved: bool  # backout_weight times its output is subtracted from the last layer's output
+    is_saved: bool  # layers with reads_saved attend to its output; backout subtracts it at the end
     reads_saved: bool  # attention reads the saved output instead of the residual stream
 
 
@@ -452,8 +452,8 @@ class ModernAttention(CausalSelfAttention):
     A value table adds a learned embedding of the token to each value. With offset keys, the half
     of each key that is not rotated is copied from the previous token's key, even across a document
     boundary. The key at j then describes token j - 1, while the value at j describes token j. A
-    query can therefore find what followed an earlier copy of its own token, for which an induction
-    head needs two layers.
+    query can therefore find what followed an earlier copy of its own token. One layer can thus do
+    what normally takes an induction head of two layers.
     """
 
     def __init__(self, args, layer, dtype):
@@ -573,7 +573,7 @@ class NgramTable(nn.Module):
         super().__init__()
         self.max_ngram = args.max_ngram
         self.dropout = args.ngram_dropout
-        # A buffer, because a Python number would be compiled in, so each new seed would recompile.
+        # A Python number would be a part of the graph, and a new seed would miss the compile cache.
         self.register_buffer("seed", torch.tensor(args.seed), persistent=False)
         self.adagrad = args.ngram_learning_rate > 0
         dtype = torch.float32 if self.adagrad else dtype
@@ -585,8 +585,7 @@ class NgramTable(nn.Module):
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(inputs, (distance, 0))[:, : inputs.size(1)]
-            # + 1, so that n-grams of zeros have different hashes if their lengths differ. Overflow
-            # of int64 is intended.
+            # Without + 1, n-grams of zeros of any length would have the hash 0. int64 may overflow.
             hash_of_ngram = hash_of_ngram * 1000003 + earlier + 1
             hashes.append(hash_of_ngram)
         hashes = torch.stack(hashes, dim=-1)  # (B, T, max_ngram - 1)
@@ -726,7 +725,7 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
 
     G: (M, N), of any float dtype; it is not modified. dtype: dtype of the matmuls. Returns
     bfloat16, the dtype in which Muon sends updates to other ranks. If the norm of G is below 1e-6,
-    the singular values fall short of 1. Raises ValueError if G is not a matrix.
+    the 1e-7 that is added to it makes the result smaller. Raises ValueError if G is not a matrix.
     Source: https://kellerjordan.github.io/posts/muon/
     """
     if G.ndim != 2:
@@ -735,9 +734,9 @@ def zeropower_via_newtonschulz5(G, dtype=torch.bfloat16):
     norm_dtype = torch.float32 if G.is_mps else torch.float64
     # Two reductions are faster than one over the whole matrix.
     row_norms = torch.linalg.vector_norm(G, dim=1, dtype=norm_dtype)
-    norm = (torch.linalg.vector_norm(row_norms) + 1e-7).float()
-    # Division by a 0-D norm keeps the dtype: bfloat16 is divided in bfloat16, which is faster.
-    X = (G.to(torch.promote_types(G.dtype, dtype)) / norm).to(dtype)
+    frobenius_norm = (torch.linalg.vector_norm(row_norms) + 1e-7).float()  # 0-D
+    # Division by a 0-D tensor keeps the dtype: bfloat16 is divided in bfloat16, which is faster.
+    X = (G.to(torch.promote_types(G.dtype, dtype)) / frobenius_norm).to(dtype)
     is_tall = G.size(0) > G.size(1)
     X = X.T if is_tall else X  # (m, n) with m <= n
     m, n = X.shape  # for n >= 2 m, the Gram variant is faster
@@ -786,11 +785,11 @@ class Muon(torch.optim.Optimizer):
     All singular directions of an update get the same size. Leave embeddings, the output head and
     all parameters that are not matrices to another optimizer, such as AdamW.
 
-    params: 2-D matrices, or 4-D convolution kernels, which are flattened to (M, N).
+    params: matrices (M, N), or 4-D convolution kernels, which are flattened to (M, N).
     lr: RMS change of an entry per step.
     momentum: decay of the moving average of gradients.
-    weight_decay: decoupled, as in AdamW: a step multiplies entries by 1 - lr * weight_decay, but
-      not those whose update is exactly 0, such as all of a parameter without a gradient.
+    weight_decay: decoupled, as in AdamW: a step multiplies entries by 1 - lr * weight_decay. An
+      entry whose update is exactly 0, for example for lack of a gradient, does not decay.
     rank, world_size: the rank of this process in process_group, and the size of the group.
     process_group: the ranks that share the work; None is the default group.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32.
@@ -802,7 +801,7 @@ class Muon(torch.optim.Optimizer):
     With several ranks, gradients must already be summed or averaged over the ranks, and a parameter
     needs a gradient on all ranks or on none. Each matrix is orthogonalized by one rank, which sends
     the update to the others. Parameters may be DTensors with any placements, such as those created
-    by fully_shard; they require neither rank nor world_size. The momentum of a parameter is placed
+    by fully_shard; rank and world_size are ignored for them. The momentum of a parameter is placed
     like the parameter. Without DTensors, the state_dict() of every rank is complete. With them,
     save it with torch.distributed.checkpoint.
 
@@ -865,7 +864,7 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(p)
                 if group["beta2"] and "row_squares" not in state:
                     M, N = matrix_shape(p)
-                    # If p is a DTensor, so is this, with a full copy on every rank.
+                    # For a DTensor p, this is a replicated DTensor.
                     state["row_squares"] = p.new_zeros((M, 1) if M >= N else (1, N))
             self.update_replicated(group, rank_costs)
             self.update_dtensors(group)
@@ -908,8 +907,8 @@ class Muon(torch.optim.Optimizer):
     def share_averages(self, params, mine):
         """Collective: send NorMuon's averages to all ranks.
 
-        Each was updated only by the rank that orthogonalized the matrix: updating all of them on
-        every rank would launch many small kernels.
+        Only the owner of a matrix updates its average, which saves the other ranks many small
+        kernels.
         """
         averages = [self.state[p]["row_squares"] for p in params]
         for p, average in zip(params, averages):
@@ -934,8 +933,8 @@ class Muon(torch.optim.Optimizer):
             directions = torch.stack(
                 [self.nesterov_direction(p, group).to(self.dtype) for p in members]
             )  # (matrices, *p.shape), with the shards of the parameters
-            # From shards of every matrix to one whole matrix on each rank, or none if there are
-            # fewer. dist.tensor is imported already if DTensors exist.
+            # Redistribute so that each rank holds at most one whole matrix. dist.tensor is imported
+            # already if DTensors exist.
             one_per_rank = [dist.tensor.Shard(0)] * directions.device_mesh.ndim
             whole = directions.redistribute(placements=one_per_rank)
             updates = torch.empty_like(whole, dtype=torch.bfloat16)
@@ -1006,7 +1005,7 @@ def matrix_shape(p):
 
 
 def matrix_cost(p):
-    """Return the relative cost of orthogonalizing a matrix, to within 25%."""
+    """Return a number that is proportional to the FLOPs of orthogonalizing a matrix, within 25%."""
     m, n = sorted(matrix_shape(p))
     return m * m * (2 * m + n)
 
@@ -1064,8 +1063,8 @@ class TokenStream:
     """The tokens of all shards that match a glob, laid end to end in name order, and repeated.
 
     Only the file's name may be a pattern. The files stay open, so replacing one does not affect the
-    run. Raises UserError if no file matches, or if a file is incomplete; read raises it for a token
-    outside the vocabulary.
+    run. Raises UserError if no file matches, or if a file is incomplete. read() also raises it if a
+    token is outside the vocabulary.
     """
 
     def __init__(self, pattern, vocab_size):
@@ -1313,7 +1312,7 @@ def train_step(run, inputs, targets):
     for optimizer in due:
         optimizer.step()
         optimizer.zero_grad()
-    stops = torch.full_like(loss, run.stop.requested)  # filled on the device, without a copy
+    stops = torch.full_like(loss, run.stop.requested)  # without a copy from the host
     loss, stops = sum_over_ranks(torch.stack([loss, stops]))
     return dict(loss=loss, stops=stops)  # add others, such as grad_norm=norm, to log them
 
@@ -1351,7 +1350,7 @@ def validate(run):
     lr = run.args.learning_rate * lr_scale_at(run.step, run.args)
     run.log.progress(run.step, "val_loss", run.val_loss, dict(lr=lr))
     is_best = run.val_loss < run.best_loss
-    if run.repeats_data and is_best and save(run, "best.pt"):  # later weights may be overfit
+    if run.repeats_data and is_best and save(run, "best.pt"):  # later weights may overfit
         run.best_loss = run.val_loss
 
 
@@ -1376,7 +1375,7 @@ def train(run):
         if run.step < args.num_iterations:
             batch = run.train_loader.batch(run.step)
         log_step(run, results)
-    if not run.stopped:
+    if not run.stopped:  # otherwise, the resumed run validates
         apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
@@ -1446,7 +1445,7 @@ def set_up(args, stop):
 def main(args, stop=None):
     """Collective: train a GPT as configured by args; return the last validation loss.
 
-    stop: a StopRequest, obeyed after each step. Returns None if it stopped the run, or if the run
+    stop: a StopRequest, obeyed after a step. Returns None if it stopped the run, or if the run
     had already finished.
     """
     run = set_up(args, stop or StopRequest())
@@ -1457,8 +1456,8 @@ def main(args, stop=None):
         return None
     restore(run)
     log_header(run)
-    # Save at once. After an early crash, --resume=auto then finds this checkpoint and never starts
-    # from new weights, even if the command no longer says --init or --resume=PATH.
+    # Save at once: after an early crash, --resume=auto must not fall back to new weights, even if
+    # the command no longer names the file.
     starts_elsewhere = run.loaded_file and not is_own(run, run.loaded_file)
     if starts_elsewhere and not save_checkpoint(run):
         raise UserError("the first checkpoint was not written: free disk space, then start again")
@@ -1479,7 +1478,7 @@ def main(args, stop=None):
 def finish(run):
     """Save the weights and, if save_every is set, a checkpoint; log the summary.
 
-    The file model.pt marks the run as finished. It gets its name last, when the log is complete.
+    The file model.pt marks the run as finished. It is renamed last, when the log is complete.
     """
     if not math.isfinite(run.val_loss):
         raise UserError(f"the run diverged (val_loss={run.val_loss}): lower the learning rates")
@@ -1556,7 +1555,8 @@ def settings_with_role(args, *roles):
 def parse_args(argv):
     """Return the Hyperparameters specified by arguments such as --n_layer=6."""
     given = vars(build_parser().parse_args(argv))  # only what was passed
-    settings = vars(Hyperparameters()) | PRESETS[given.pop("preset")][1] | given
+    preset = PRESETS[given.pop("preset")][1]
+    settings = vars(Hyperparameters()) | preset | given
     # Reset settings of the preset that have no effect. check_settings refuses any that was given.
     # One pass is enough, because each setting is declared after the one that it needs.
     for field in dataclasses.fields(Hyperparameters):
@@ -1882,7 +1882,7 @@ class StopRequest:
                     os.write(
                         2, b"stopping soon, with a checkpoint; press Ctrl-C again to exit at once\n"
                     )
-        elif time.monotonic() - self.signal_time > 1:  # torchrun repeats a Ctrl-C
+        elif time.monotonic() - self.signal_time > 1:  # torchrun forwards a Ctrl-C once more
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -1995,7 +1995,7 @@ def log_header(run):
     verb = f"continuing after step {run.step}" if run.step else "starting"
     shown.append(f"{verb} from {run.loaded_file or 'new weights'}")
     header = "".join(f"{line}\n" for line in hidden + shown).encode(errors="backslashreplace")
-    log.write(header)  # in one write, so that no log contains a part of it
+    log.write(header)  # in one write, so that it is never partial
     log.header = header
     log.show("\n".join(shown))
 
@@ -2039,7 +2039,7 @@ def save(run, name, **more):
             raise UserError(f"{path} was not written, because a value is not finite: {fix}")
     if get_rank() != 0:
         return True
-    lock_path = run.folder / "run.lock"  # of another folder, if it was replaced since claim_folder
+    lock_path = run.folder / "run.lock"  # the folder may have been replaced since
     if not lock_path.exists() or not os.path.samefile(lock_path, run.lock.fileno()):
         raise UserError(f"{run.folder} was deleted or replaced during the run: start again")
     try:
@@ -2063,7 +2063,7 @@ def save_checkpoint(run):
     if not save(run, path.name, optimizers=states, train_seconds=run.log.seconds["train"]):
         return False
     if get_rank() == 0:
-        # Ignore newer checkpoints: resuming skipped them as damaged.
+        # Newer checkpoints were damaged when the run was resumed, so they do not count.
         usable = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in usable[: -run.args.keep_checkpoints]:
             with contextlib.suppress(OSError):
@@ -2216,7 +2216,7 @@ def check_same(run, facts, state, path):
     may_grow = settings_with_role(run.args, "growing")
     different = []
     for name, value in facts.items():
-        # A setting that is newer than the file had its default.
+        # If the file is older than a setting, assume the setting's default.
         saved = state["facts"].get(name, defaults.get(name))
         is_same = value == saved or None in (value, saved)
         has_grown = name in may_grow and value > saved
