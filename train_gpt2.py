@@ -1740,15 +1740,6 @@ def compile_model(run):
     """Compile the model by running one validation and one training pass on a micro-batch."""
     from torch._dynamo.exc import BackendCompilerFailed  # slow to import
 
-    if run.device.type == "cuda":
-        from torch._inductor.decomposition import decompositions
-        from torch._inductor.lowering import make_fallback
-
-        # PyTorch's own kernel for gradients of embeddings sums in a fixed order. It should also be
-        # faster than the generated one (estimated, not measured).
-        embedding_gradient = torch.ops.aten.embedding_dense_backward.default
-        decompositions.pop(embedding_gradient, None)
-        make_fallback(embedding_gradient, warn=False)  # warn=True would be an error if CI=1 is set
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)

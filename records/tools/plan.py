@@ -43,7 +43,6 @@ STREAM_SHARE = 0.85  # of the memory's bandwidth; copies reached 0.9
 SCATTER_SHARE = 0.4  # of the memory's bandwidth, for atomic additions
 COMPILED_LAUNCH = 3e-6  # s between two kernels of a graph
 EAGER_LAUNCH = 5e-6  # s to launch an operation from Python
-SORT_LAUNCHES = 8  # of kernels that sort an embedding's indices and find equal ones; assumed
 COLLECTIVE_LAUNCH = 40e-6  # s to start an all-reduce; 45 to 90 us were seen with small tensors
 
 
@@ -156,21 +155,11 @@ class Clock(TorchDispatchMode):
         part = f"attention, {self.graph.kind}"
         self.launch(part, "attention", sum(tensor.nbytes for tensor in tensors), flops)
 
-    def embedding_backward(self, gradient, indices, result):
-        """Charge PyTorch's own gradient of an embedding: zeros, sorted indices, sums of rows."""
-        part, rows = "embedding's gradient", min(gradient.nbytes, result.nbytes)
-        self.launch(part, "triton", result.nbytes, 0)
-        self.launch(part, "triton", gradient.nbytes + rows, 0)
-        self.launch(part, "triton", 2 * indices.nbytes, 0, SORT_LAUNCHES)
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.__name__.startswith("flex_attention"):
             self.flex_attention("backward" in func.__name__, args, out)
-            return out
-        if self.graph and func is torch.ops.aten.embedding_dense_backward.default:
-            self.embedding_backward(*args[:2], out)
             return out
         flops_of = flop_registry.get(func.overloadpacket)
         if self.graph and not flops_of:
