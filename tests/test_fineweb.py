@@ -109,7 +109,7 @@ def test_only_missing_or_changed_files_are_downloaded_and_a_cut_connection_is_re
 
 
 @pytest.mark.parametrize("options", [TWO_SHARDS, ["--part=1000"]])
-def test_fault_12_a_file_that_cannot_be_downloaded_is_one_sentence(hub, options):
+def test_a_file_that_cannot_be_downloaded_is_one_sentence(hub, options):
     del hub.files[TARGET]
     code, _, stderr = hub.run("--yes", *options)
     sentence = stderr.rpartition("data/fineweb.py: ")[2]

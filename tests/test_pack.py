@@ -261,7 +261,7 @@ def test_added_documents_do_not_move_others_where_sizes_are_similar():
 
 
 # ---- What is in the folder already ---------------------------------------------------------------
-def test_fault_4_and_7_a_pack_that_fails_changes_nothing(tmp_path):
+def test_and_7_a_pack_that_fails_changes_nothing(tmp_path):
     lines, out = write_lines(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
     packed(out, lines)
     (tmp_path / "b.txt").write_bytes(b"\xff")
@@ -290,7 +290,7 @@ class Kill(BaseException):
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_fault_7_after_a_kill_a_folder_is_complete_or_marked(tmp_path, monkeypatch, replaces):
+def test_after_a_kill_a_folder_is_complete_or_marked(tmp_path, monkeypatch, replaces):
     old = write_lines(tmp_path / "old.jsonl", [f"{i}, an old text" for i in range(300)])
     (tmp_path / "bad").write_bytes(b"\xff")
     new = write_lines(tmp_path / "new.jsonl", [f"{i}, a new text" for i in range(200)])
