@@ -2075,8 +2075,11 @@ def read_pt(path):
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:  # a .pt file is a zip file
             damaged_part = archive.testzip()  # compares checksums
+            attributes = [info.external_attr for info in archive.infolist()]
         if damaged_part is not None:
             raise ValueError(f"{damaged_part} does not match its checksum")
+        if any(attributes):  # these have no checksum, and one bit turns a tensor into a folder
+            raise ValueError("it has file attributes")
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # runs no code
         version = state["format"]
     except MemoryError:

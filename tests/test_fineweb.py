@@ -72,7 +72,9 @@ class Hub(http.server.ThreadingHTTPServer):
         environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": home, "NO_PROXY": "*"}
         command = [sys.executable, ROOT / "data" / "fineweb.py", "--out", self.out, *options]
         pipes = dict(stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(command, env=environment, **pipes)
+        # A test suite that runs in the background ignores SIGINT, and so would this process.
+        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        return subprocess.Popen(command, env=environment, preexec_fn=heed, **pipes)
 
     def run(self, *options, **changes):
         """Run data/fineweb.py to its end; return (exit code, stdout, stderr)."""

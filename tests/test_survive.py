@@ -621,10 +621,21 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
+def mark_a_tensor_as_a_folder(path):
+    """PyTorch would return uninitialized memory for it."""
+    with zipfile.ZipFile(path) as archive:
+        start = archive.start_dir
+    content = bytearray(path.read_bytes())
+    entry = content.rindex(b"PK\1\2", start, content.rindex(b"/data/0", start))
+    content[entry + 38] |= 0x10
+    path.write_bytes(content)
+
+
 DAMAGES = {
     "empty": lambda path: os.truncate(path, 0),
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "one bit flipped": flip_a_bit,
+    "a tensor marked as a folder": mark_a_tensor_as_a_folder,
     "another archive": lambda path: zipfile.ZipFile(path, "w").writestr("a", "b"),
     "a folder": lambda path: (os.unlink(path), os.mkdir(path)),
     "hostile": lambda path: write_weights(path, {"format": Hostile(path.with_name("hostile"))}),
