@@ -91,11 +91,11 @@ class Hyperparameters:
     """
 
     model: Literal["gpt2", "modern"] = architecture("gpt2", "gpt2: record 7; modern: later ideas")
-    vocab_size: int = architecture(50304, "number of token ids; a manifest of the data wins", low=1)
+    vocab_size: int = architecture(50304, "number of token ids; the data's manifest wins", low=1)
     n_layer: int = architecture(12, "transformer blocks", low=1)
     n_head: int = architecture(6, "attention heads", low=1)
     n_embd: int = architecture(768, "channels", low=1)
-    window: int = architecture(0, "tokens; half of it in short layers; 0: no window", needs="model")
+    window: int = architecture(0, "final window in tokens; half in short layers", needs="model")
     document_token: int = architecture(50256, "token that starts a document", needs="window")
     ngram_rows: int = architecture(0, "rows of the table of hashed n-grams", needs="model")
     max_ngram: int = architecture(2, "longest n-gram in tokens", low=2, needs="ngram_rows")
@@ -118,7 +118,7 @@ class Hyperparameters:
     muon_warmup_fraction: float = training(0.0, "momentum warm-up, fraction of steps", high=1)
     muon_cooldown_fraction: float = training(0.0, "momentum cool-down, fraction of steps", high=1)
     warmdown_fraction: float = training(1450 / 5100, "decay of rates, fraction of steps", high=1)
-    final_lr: float = training(0.0, "learning rates at the end, as a fraction", high=1)
+    final_lr: float = training(0.0, "rates at the end, as a fraction of the first", high=1)
     ngram_dropout: float = training(0.0, "share of n-grams dropped", high=0.99, needs="ngram_rows")
     shuffle: bool = training(False, "shuffle the sequences; each epoch cuts them at a new offset")
     val_tokens: int = training(10485760, "tokens of val_files to validate on; 0: up to 2**18")
@@ -134,7 +134,7 @@ class Hyperparameters:
     keep_checkpoints: int = free(2, "number of recent checkpoints to keep", low=1)
     resume: str = free("", "auto: continue run_id; a path: continue that checkpoint as a new run")
     init: str = free("", "file with the initial weights, such as model.pt")
-    device: Literal["auto", "cuda", "cpu"] = free("auto", "auto: cuda if there is one")
+    device: Literal["auto", "cuda", "cpu"] = free("auto", "auto: cuda if there is a GPU")
     device_batch_size: int = free(64, "maximum sequences per forward pass, to save memory", low=1)
     compile: bool = free(True, "use torch.compile; False starts sooner but trains more slowly")
     comm_timeout: int = free(600, "seconds that a rank waits for the others", low=1)
@@ -148,9 +148,9 @@ def modern_recipe(width, **settings):
 
     Sources: records/2026-11-26_Modern_2026. The public learning rate of Muon is 0.03, and 0.06 for
     both matrices of the MLP. Muon's update is scaled by sqrt(max(M, N)) here, so 0.03 / sqrt(width)
-    gives 0.03 for (width, width) and 0.06 for the MLP, where max(M, N) = 4 * width. In a
-    step, the public code decays weights by 1.2 * 0.03 times the rate, 0.03 or 0.06. Here, it is
-    1.2 * 0.03 * 0.03 for all matrices.
+    gives 0.03 for (width, width) and 0.06 for the MLP, where max(M, N) = 4 * width. In a step, the
+    public code decays weights by 1.2 * 0.03 times this rate. Here, all matrices decay by
+    1.2 * 0.03 * 0.03, which is half of the public decay of the MLP.
     """
     return dict(
         model="modern", n_layer=11, n_head=width // 128, n_embd=width, window=1728,
@@ -606,7 +606,7 @@ class NgramTable(nn.Module):
         together.
         """
         # Multiplicative hashing with an odd salt and the multiplier of Knuth's MMIX generator. The
-        # int64 product wraps around, and its highest bits are the best mixed.
+        # int64 product wraps around, and its highest bits are mixed best.
         salt = 2 * (inputs.sum(1)[:, None, None] + 1000003 * self.seed) + 1
         product = hashes * salt * 6364136223846793005
         highest_bits = product >> 44  # 20 bits, from -2**19 to 2**19 - 1
@@ -1879,7 +1879,7 @@ class StopRequest:
 
 
 # ---- Machinery: log ------------------------------------------------------------------------------
-LOG_TITLE = "Log of train_gpt2.py"  # the first line of every log
+LOG_TITLE = "Log of train_gpt2.py"  # begins the header of every log
 
 
 class Log:
@@ -2030,7 +2030,7 @@ def save(run, name, **more):
             raise UserError(f"{path} was not written, because a value is not finite: {fix}")
     if get_rank() != 0:
         return True
-    lock_path = run.folder / "run.lock"  # the folder may have been replaced since
+    lock_path = run.folder / "run.lock"  # the folder may have been replaced
     if not lock_path.exists() or not os.path.samefile(lock_path, run.lock.fileno()):
         raise UserError(f"{run.folder} was deleted or replaced during the run: start again")
     try:
@@ -2078,8 +2078,8 @@ def read_pt(path):
             attributes = [info.external_attr for info in archive.infolist()]
         if damaged_part is not None:
             raise ValueError(f"{damaged_part} does not match its checksum")
-        if any(attributes):  # these have no checksum, and one bit turns a tensor into a folder
-            raise ValueError("it has file attributes")
+        if any(attributes):  # one bit, without a checksum, would turn a tensor into a folder
+            raise ValueError("an entry has file attributes")
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # runs no code
         version = state["format"]
     except MemoryError:

@@ -200,12 +200,13 @@ def test_a_file_that_is_no_shard_is_refused_with_its_beginning(content, tiny, tm
 def test_a_folder_that_is_being_packed_is_refused_even_as_a_pattern(tiny, tmp_path):
     folder = tmp_path / "one"
     folder.mkdir()
-    for path in tmp_path.glob("*.bin"):
+    for path in tmp_path.glob("train_*.bin"):
         path.rename(folder / path.name)
     (folder / ".pack").mkdir()
-    for files in folder / "train_*.bin", tmp_path / "*" / "train_*.bin":
-        with pytest.raises(UserError, match=r"is being packed|no file matches"):
-            train_gpt2.main(Hyperparameters(**{**tiny, "train_files": str(files)}))
+    patterns = {folder: "is being packed", tmp_path / "*": "no file matches"}
+    for parent, message in patterns.items():
+        with pytest.raises(UserError, match=message):
+            train_gpt2.main(Hyperparameters(**{**tiny, "train_files": f"{parent}/train_*.bin"}))
 
 
 def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
