@@ -1,0 +1,409 @@
+"""Train GPT-2 124M with ideas of the public records 8 to 77 (2024 to 2026).
+
+    torchrun --standalone --nproc_per_node=8 records/modern/train_modern.py
+    python records/modern/train_modern.py --preset=small      # English, in minutes on 2 CPU cores
+    python records/modern/train_modern.py --preset=text       # your own text, packed into data/mine
+
+This file defines a model, its optimizers and their schedule. The data, the training loop, the log
+and checkpoints are those of train_gpt2.py. Shapes: see there.
+"""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+# The log of a run contains the sources of all three files. Read before the slow imports.
+HERE = Path(__file__).resolve().parent
+OWN_SOURCES = [(HERE / name).read_text(encoding="utf-8") for name in ("train_modern.py", "muon.py")]
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]  # the folders of muon.py and train_gpt2.py
+
+import torch
+import torch.nn.functional as F
+from muon import Muon
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+import train_gpt2
+from train_gpt2 import (
+    MLP,
+    CastedLinear,
+    CausalSelfAttention,
+    Hyperparameters,
+    Rotary,
+    UserError,
+    loss_or_logits,
+    norm,
+    setting,
+)
+
+
+# ---- Settings ------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class ModernSettings(Hyperparameters):
+    """The settings of train_gpt2.py, and those of the modern model."""
+
+    attention_window: int = setting(
+        1728, "attention window at the end, in tokens; 0: none, and no document mask"
+    )
+    document_token: int = setting(50256, "token that starts a document")
+    ngram_rows: int = setting(5 * 50304, "rows of the hashed n-gram table; 0: no table")
+    max_ngram: int = setting(2, "longest n-gram in the table, in tokens")
+    embedding_learning_rate: float = setting(0.6, "AdamW learning rate of the embedding tables")
+    muon_weight_decay: float = setting(0.0, "weight decay of Muon")
+    momentum_warmup_fraction: float = setting(
+        300 / 1950, "fraction of steps in which Muon's momentum rises from 0.85"
+    )
+    momentum_cooldown_fraction: float = setting(
+        50 / 1950, "fraction of steps in which Muon's momentum falls back to 0.85"
+    )
+    final_lr_fraction: float = setting(0.15, "final / initial learning rate")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.n_embd < GATE_CHANNELS:
+            raise UserError(f"n_embd={self.n_embd} must be at least {GATE_CHANNELS}")
+        if self.max_ngram < 2:
+            raise UserError(f"max_ngram={self.max_ngram} must be at least 2")
+        if self.attention_window and self.sequence_length % BLOCK:
+            multiple = f"a multiple of {BLOCK} with --attention_window"
+            raise UserError(f"sequence_length={self.sequence_length} must be {multiple}")
+        if self.attention_window and self.document_token >= self.vocab_size:
+            fix = "pass --document_token=256 if the data are bytes"
+            raise UserError(f"document_token={self.document_token} is not in the vocabulary: {fix}")
+
+
+def modern(width, **changes):
+    """Return the preset of a modern model with n_embd=width."""
+    return dict(
+        n_layer=11, n_head=width // 128, n_embd=width, device_batch_size=1, num_iterations=1950,
+        warmdown_fraction=0.55, learning_rate=0.008,  # of the output head
+        # The public learning rates: 0.03 for square matrices and 0.06 for those of the MLP, because
+        # Muon scales an update by sqrt(max(M, N)).
+        muon_learning_rate=0.03 / width**0.5,
+        # Then a step shrinks weights by 1.2 * 0.03 * 0.03, as the public code does for square ones.
+        muon_weight_decay=1.2 * 0.03 * width**0.5,
+    ) | changes  # fmt: skip
+
+
+PRESETS = {
+    "modern": modern(768, batch_size=8, sequence_length=32768),  # for eight 80 GB GPUs
+    "modern_24gb": modern(768, batch_size=16, sequence_length=16384),  # for one 24 GB GPU
+    "small": modern(  # a small model of English, in minutes on two CPU cores
+        128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
+        # GPT-2's first 2,048 tokens and the document token, rounded up to a multiple of 128
+        vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
+        n_layer=8, batch_size=8, sequence_length=512, device_batch_size=8,
+        # Long layers see the whole sequence after 1/8 of the run, the others after 7/24.
+        attention_window=6 * 512,
+        num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
+    ),
+    "text": modern(  # your own text, in minutes on two CPU cores
+        128, train_files="data/mine/train_*.bin", val_files="data/mine/val_*.bin",
+        vocab_size=257, ngram_rows=65536, n_layer=8, attention_window=0,
+        batch_size=8, sequence_length=512, device_batch_size=8, num_iterations=960,
+        shuffle=True, allow_repeat=True, val_loss_every=240, save_every=240, val_tokens=0,
+        target_val_loss=0.0,
+    ),
+}  # fmt: skip
+
+
+# ---- Model ---------------------------------------------------------------------------------------
+BLOCK = 128  # tokens; attention windows are made of blocks of this size
+ATTENTION_SCALE = 0.12  # scale of q k^T, in place of 1 / sqrt(D)
+GATE_CHANNELS = 12  # value gates read only the first 12 channels
+LOGIT_SOFTCAP = 15.0
+
+
+class ModernAttention(CausalSelfAttention):
+    """Attention with rotary positions on half of the channels, and two optional ideas.
+
+    Offset keys: half of key j is taken from key j - 1, even across a document boundary. So a query
+    that looks for its own token finds the value at j, which describes what followed that token. One
+    layer can thus do what normally takes an induction head of two layers.
+
+    Value table: a learned embedding of the token is added to the values, through a gate per head.
+    """
+
+    def __init__(self, args, has_offset_keys, has_value_table, dtype):
+        super().__init__(args)
+        D = args.n_embd // args.n_head
+        # D/4 frequencies from 1 to 1/1024. The other D/4 channel pairs have no position.
+        frequencies = F.pad(1024.0 ** -torch.linspace(0, 1, D // 4), (0, D // 2 - D // 4))
+        self.rotary = Rotary(frequencies, args.sequence_length)
+        self.register_buffer("has_position", (frequencies > 0).repeat(2), persistent=False)  # (D,)
+        self.has_offset_keys = has_offset_keys
+        self.value_table = self.value_gate = None
+        if has_value_table:
+            self.value_table = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
+            self.value_gate = CastedLinear(GATE_CHANNELS, args.n_head, bias=False)
+
+    def forward(self, x, tokens, mask):
+        """x: (B, T, C). tokens: (B, T). mask: see attend."""
+        q = self.rotary(norm(self.split_heads(self.c_q(x))))
+        k = self.rotary(norm(self.split_heads(self.c_k(x))))
+        v = self.split_heads(self.c_v(x))
+        if self.has_offset_keys:
+            previous_k = torch.cat([k[:, :1], k[:, :-1]], dim=1)  # the first key stays as it is
+            k = torch.where(self.has_position, k, previous_k)
+        if self.value_table is not None:
+            gate = 2 * self.value_gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, H), initially 1
+            v = v + gate[..., None] * self.split_heads(self.value_table(tokens))
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+def attend(q, k, v, mask):
+    """Return the output of attention, (B, H, T, D), like q, k and v.
+
+    mask: from block_mask or dense_mask, or None for causal attention within the whole sequence.
+    """
+    if isinstance(mask, BlockMask):
+        return flex_attention(q, k, v, block_mask=mask, scale=ATTENTION_SCALE)
+    causal = mask is None
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=ATTENTION_SCALE)
+
+
+def attention_mask(documents, window_blocks):
+    """Return a mask for causal attention within a document and a sliding window.
+
+    documents: (B, T), the document index of each token, non-decreasing. window_blocks: 0-D tensor;
+    a token sees its own block and the window_blocks - 1 blocks before it.
+    """
+    # FlexAttention is fast only on a GPU. Uncompiled, it materializes all scores in float32.
+    is_fast = documents.is_cuda and torch.compiler.is_compiling()
+    if is_fast and documents.size(1) % BLOCK == 0:
+        return block_mask(documents, window_blocks)
+    return dense_mask(documents, window_blocks)
+
+
+def dense_mask(documents, window_blocks):
+    """Return a mask for F.scaled_dot_product_attention: bool, (B, 1, T, T)."""
+    position = torch.arange(documents.size(1), device=documents.device)
+    query, key = position[:, None], position
+    near = query // BLOCK - key // BLOCK < window_blocks
+    same_document = documents[:, :, None] == documents[:, None, :]
+    return ((key <= query) & near & same_document)[:, None]
+
+
+def block_mask(documents, window_blocks):
+    """Return a BlockMask for flex_attention."""
+
+    def visible(b, h, query, key):
+        near = query // BLOCK - key // BLOCK < window_blocks
+        return (key <= query) & near & (documents[b, query] == documents[b, key])
+
+    # The key blocks that a query block sees are consecutive and end with its own. The first one is
+    # limited by the window, and by the document in which the query block starts.
+    block = torch.arange(documents.size(1) // BLOCK, device=documents.device)
+    query_first = documents[:, ::BLOCK]  # the document in which each block starts
+    key_last = documents[:, BLOCK - 1 :: BLOCK]  # the document in which each block ends
+    blocks_of_earlier_documents = (key_last[:, None, :] < query_first[:, :, None]).sum(-1)
+    first = torch.maximum(blocks_of_earlier_documents, block - window_blocks + 1)
+    counts = block - first + 1  # (B, blocks)
+    # A row lists first, first + 1, ... Entries beyond `counts` are ignored, but must be valid.
+    indices = (first[:, :, None] + block).clamp(max=len(block) - 1)
+    return BlockMask.from_kv_blocks(
+        counts.int()[:, None], indices.int()[:, None], BLOCK_SIZE=BLOCK, mask_mod=visible
+    )
+
+
+class ModernBlock(nn.Module):
+    """Attention, if there is any, and an MLP, after mixing embeddings into the residual stream."""
+
+    def __init__(self, args, attention):
+        super().__init__()
+        self.attn = attention  # a ModernAttention, or None
+        self.mlp = MLP(args)
+        # Weights of the residual stream, the token embeddings and the n-gram embeddings: records
+        # 45 and 62.
+        self.input_weights = nn.Parameter(torch.tensor([1.1, 0.0, 0.1]))
+
+    def forward(self, x, x0, ngram_embeddings, saved, tokens, mask):
+        """Return the residual stream after this block, (B, T, C).
+
+        x: the residual stream. x0: the token embeddings. ngram_embeddings: 0.0 without a table.
+        saved: None, or the output of an earlier block, which attention then reads instead of x.
+        These are (B, T, C). tokens: (B, T).
+        """
+        stream_weight, token_weight, ngram_weight = self.input_weights
+        x = stream_weight * x + token_weight * x0 + ngram_weight * ngram_embeddings
+        if self.attn is not None:
+            x = x + self.attn(norm(x if saved is None else saved), tokens, mask)
+        return x + self.mlp(norm(x))
+
+
+class NgramTable(nn.Module):
+    """An embedding table of n-grams: hashes of the last 2, 3, ... max_ngram tokens are its rows.
+
+    Each position sums its rows. N-grams with equal hashes share a row.
+    """
+
+    def __init__(self, args, dtype):
+        super().__init__()
+        self.max_ngram = args.max_ngram
+        rows = torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype)  # record 62
+        self.weight = nn.Parameter(rows)
+
+    def forward(self, tokens):  # (B, T) to (B, T, C)
+        key = tokens  # of the n-gram that ends at each position, starting with n = 1
+        keys = []
+        for distance in range(1, self.max_ngram):
+            # The tokens `distance` positions earlier, with zeros before the sequence.
+            earlier = F.pad(tokens, (distance, 0))[:, : tokens.size(1)]
+            # + 1, so that runs of token 0 of different lengths differ. int64 may wrap around.
+            key = key * 1000003 + earlier + 1
+            keys.append(key)
+        keys = torch.stack(keys, dim=-1)  # (B, T, max_ngram - 1)
+        return F.embedding(keys % len(self.weight), self.weight).sum(2)
+
+
+class ModernGPT(nn.Module):
+    """A GPT with ideas of later public records, with any number of layers.
+
+    The input of a block is a learned weighted sum of the residual stream, the token embeddings (x0)
+    and the n-gram embeddings. Activations and embedding tables have the given dtype; other weights
+    are float32. records/2026-11-26_Modern_2026 lists each part with its source, which are records
+    8 to 77 of https://github.com/KellerJordan/modded-nanogpt.
+    """
+
+    def __init__(self, args, dtype=torch.float32):
+        super().__init__()
+        self.dtype = dtype
+        # Which layers have which role. The comments show their indices in the 11 public layers.
+        n = args.n_layer
+        self.long_layers = {n // 3, n - 1}  # 3, 10: the long window, and offset keys
+        self.table_layers = {1, 2, n - 3, n - 2, n - 1}  # 1, 2, 8, 9, 10: a value table
+        # The output of layer 3 is added to the input of layer 6, which has no attention.
+        self.skip_start, self.skip_end = (n // 3, (n + 1) // 2) if n >= 8 else (None, None)
+        # Attention in all later layers reads the output of layer 7.
+        self.saved_layer = max(0, min(2 * n // 3, n - 2))
+        self.wte = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
+        self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
+        self.h = nn.ModuleList()
+        for i in range(n):
+            attention = None
+            if i != self.skip_end:
+                ideas = dict(has_offset_keys=i in self.long_layers)
+                ideas |= dict(has_value_table=i in self.table_layers)
+                attention = ModernAttention(args, **ideas, dtype=dtype)
+            self.h.append(ModernBlock(args, attention))
+        if self.skip_end is not None:
+            self.skip_weight = nn.Parameter(torch.tensor(0.18))  # about sigmoid(-1.5), record 45
+        self.backout_weight = nn.Parameter(torch.tensor(0.5))  # record 40
+        self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
+        self.init_matrices()
+        self.document_token = args.document_token
+        self.has_window = args.attention_window > 0
+        # A buffer, so that changing it does not recompile the model. It holds the final window, for
+        # inference. In training, apply_schedule sets it before each step.
+        window_blocks = torch.tensor(window_blocks_at(args.num_iterations, args))
+        self.register_buffer("window_blocks", window_blocks, persistent=False)
+
+    def init_matrices(self):
+        """Fill the tables and matrices, except those that are zero already: the MLP's c_proj, ..."""
+        nn.init.normal_(self.wte.weight)
+        nn.init.zeros_(self.lm_head.weight)  # record 8
+        for block in self.h:
+            matrices = [block.mlp.c_fc]
+            if block.attn is not None:
+                matrices += [block.attn.c_q, block.attn.c_k, block.attn.c_v]
+            for linear in matrices:  # a standard deviation of 0.5 / sqrt(C): records 62 and 77
+                bound = 0.5 * (3 / linear.in_features) ** 0.5
+                nn.init.uniform_(linear.weight, -bound, bound)
+            if block.attn is not None and block.attn.value_table is not None:
+                nn.init.normal_(block.attn.value_table.weight, std=0.01)  # record 70
+                nn.init.zeros_(block.attn.value_gate.weight)  # record 62
+
+    def forward(self, inputs, targets=None):
+        """Return the loss or the logits, as GPT.forward does."""
+        ngram_embeddings = 0.0 if self.ngrams is None else self.ngrams(inputs).to(self.dtype)
+        x = x0 = norm(self.wte(inputs)).to(self.dtype)  # (B, T, C)
+        long_mask = short_mask = None
+        if self.has_window:
+            documents = (inputs == self.document_token).cumsum(1)
+            long_mask = attention_mask(documents, self.window_blocks)
+            short_mask = attention_mask(documents, (self.window_blocks // 2).clamp(min=1))
+        outputs = []  # of the blocks
+        for i, block in enumerate(self.h):
+            if i == self.skip_end:
+                x = x + self.skip_weight * outputs[self.skip_start]
+            saved = outputs[self.saved_layer] if i > self.saved_layer else None
+            mask = long_mask if i in self.long_layers else short_mask
+            x = block(x, x0, ngram_embeddings, saved, inputs, mask)
+            outputs.append(x)
+        x = x - self.backout_weight * outputs[self.saved_layer]  # "backout"
+        return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
+
+
+# ---- Training ------------------------------------------------------------------------------------
+def build_optimizers(model, args):
+    """Return Muon for the matrices of the blocks and AdamW for the rest, as in record 62."""
+    tables = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, NgramTable))]
+    gates = [p for name, p in model.named_parameters() if "value_gate" in name]
+    matrices = [p for p in model.h.parameters() if p.ndim == 2 and p not in {*gates, *tables}]
+    scalars = [p for p in model.parameters() if p.ndim < 2]
+    muon = Muon(
+        matrices,
+        lr=args.muon_learning_rate,
+        momentum=args.muon_momentum,
+        weight_decay=args.muon_weight_decay,
+        rank=train_gpt2.get_rank(),
+        world_size=train_gpt2.get_world_size(),
+        dtype=model.dtype,
+        beta2=0.95,
+        cautious=True,
+    )
+    groups = [
+        dict(params=[model.lm_head.weight], lr=args.learning_rate, betas=(0.5, 0.95)),
+        dict(params=tables, lr=args.embedding_learning_rate, betas=(0.75, 0.95)),
+        dict(params=gates, lr=0.008, betas=(0.9, 0.99)),
+        dict(params=scalars, lr=0.04, betas=(0.9, 0.99)),
+    ]
+    return [muon, torch.optim.AdamW(groups, eps=1e-10, weight_decay=0, fused=True)]
+
+
+def apply_schedule(model, optimizers, step, args):
+    """Set the learning rates, Muon's momentum and weight decay, and the attention window."""
+    warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
+    remaining = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
+    scale = args.final_lr_fraction + (1 - args.final_lr_fraction) * remaining
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * scale
+    muon = optimizers[0]
+    for group in muon.param_groups:
+        group["momentum"] = momentum_at(step, args)
+        # As in the public records, lr * weight_decay falls with the square of the scale.
+        group["weight_decay"] = args.muon_weight_decay * scale
+    model.window_blocks.fill_(window_blocks_at(step, args))
+
+
+def momentum_at(step, args):
+    """Return Muon's momentum: it warms up from 0.85, and cools down to 0.85 at the end."""
+    warmup_steps = round(args.momentum_warmup_fraction * args.num_iterations)
+    cooldown_steps = round(args.momentum_cooldown_fraction * args.num_iterations)
+    rise = step / warmup_steps if step < warmup_steps else 1.0
+    remaining = args.num_iterations - step
+    fall = remaining / cooldown_steps if remaining < cooldown_steps else 1.0
+    floor = min(0.85, args.muon_momentum)
+    return floor + min(rise, fall) * (args.muon_momentum - floor)
+
+
+def window_blocks_at(step, args):
+    """Return the attention window in blocks. It grows linearly, from one block."""
+    return max(1, math.ceil(step / args.num_iterations * args.attention_window / BLOCK))
+
+
+RECIPE = train_gpt2.Recipe(
+    script="records/modern/train_modern.py",
+    source="\n".join([train_gpt2.SOURCE, *OWN_SOURCES]),
+    settings=ModernSettings,
+    presets=PRESETS,
+    build_model=ModernGPT,
+    build_optimizers=build_optimizers,
+    apply_schedule=apply_schedule,
+)
+
+if __name__ == "__main__":
+    train_gpt2.cli(sys.argv[1:], RECIPE)
