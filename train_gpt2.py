@@ -768,8 +768,8 @@ def parse_args(argv, recipe=RECIPE):
 
     parser = argparse.ArgumentParser(
         usage=f"{recipe.script} [--preset=NAME] [--name=value ...]",
-        description=__doc__,
-        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=100),
+        description=recipe.settings.__doc__,
+        formatter_class=functools.partial(argparse.HelpFormatter, width=100, max_help_position=40),
         argument_default=argparse.SUPPRESS,  # leaves out settings that were not passed
         allow_abbrev=False,
     )

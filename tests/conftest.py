@@ -1,5 +1,6 @@
 """Shared helpers: tiny runs, in this process and in others, and what they leave behind."""
 
+import dataclasses
 import gc
 import math
 import os
@@ -23,11 +24,13 @@ from torch._inductor import config as inductor_config
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt2.py"
+MODERN_SCRIPT = ROOT / "records" / "modern" / "train_modern.py"
 SHARED_DATA = ROOT.parent / "shared" / "data"
-for folder in "", "data", "records/tools", "tests/bench":
+for folder in "", "data", "records/modern", "records/tools", "tests/bench":
     sys.path.insert(0, str(ROOT / folder))
 
 import train_gpt2  # noqa: E402
+import train_modern  # noqa: E402
 
 # PyTorch collects its factory functions when a device is first used in this way. Loading a model,
 # transformers replaces torch.linspace for a while, and must not be first.
@@ -85,18 +88,18 @@ def tiny(tmp_path):
 # ---- Weights ------------------------------------------------------------------------------------
 DOCUMENT = "for i in range(10):\n    print(i)\n" * 10
 MODERN = dict(
-    model="modern", max_ngram=4, ngram_rows=997, ngram_learning_rate=0.03,
-    embedding_learning_rate=0.1,
+    max_ngram=4, ngram_rows=997, embedding_learning_rate=0.1, attention_window=0,
+    momentum_warmup_fraction=0.0, momentum_cooldown_fraction=0.0, final_lr_fraction=0.0,
 )  # fmt: skip
 
 
-def train_on_bytes(folder, **settings):
+def train_on_bytes(folder, recipe, **settings):
     """Train on the bytes of copies of DOCUMENT; return the run's folder."""
     tokens = [256, *DOCUMENT.encode()] * 20
     write_shard(folder / "train_0.bin", tokens)
     write_shard(folder / "val_0.bin", tokens[:200])
     write_shard(folder / "val_1.bin", tokens[200:1000])
-    args = train_gpt2.Hyperparameters(
+    args = recipe.settings(
         vocab_size=257, n_layer=2, n_head=2, n_embd=32, batch_size=8, device_batch_size=4,
         sequence_length=32, num_iterations=60, warmdown_fraction=0.5, learning_rate=0.02,
         muon_learning_rate=0.005, val_loss_every=30, val_tokens=13 * 32, save_every=20,
@@ -104,20 +107,20 @@ def train_on_bytes(folder, **settings):
         train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin",
         log_dir=f"{folder}/logs", run_id="w", **settings,
     )  # fmt: skip
-    train_gpt2.main(args)
+    train_gpt2.main(args, recipe)
     return folder / "logs" / "w"
 
 
 @pytest.fixture(scope="session")
 def plain_run(tmp_path_factory):
     """Folder of a run on bytes, with checkpoints after every 20 of its 60 steps."""
-    return train_on_bytes(tmp_path_factory.mktemp("plain"))
+    return train_on_bytes(tmp_path_factory.mktemp("plain"), train_gpt2.RECIPE)
 
 
 @pytest.fixture(scope="session")
 def modern_run(tmp_path_factory):
     """Like plain_run, with the modern model and an n-gram table."""
-    return train_on_bytes(tmp_path_factory.mktemp("modern"), **MODERN)
+    return train_on_bytes(tmp_path_factory.mktemp("modern"), train_modern.RECIPE, **MODERN)
 
 
 @pytest.fixture(params=["plain_run", "modern_run"])
@@ -125,16 +128,15 @@ def trained_run(request):
     return request.getfixturevalue(request.param)
 
 
-def small_state(**settings):
+def small_state(recipe=train_gpt2.RECIPE, **settings):
     """Return the contents of the model.pt of a small untrained model."""
     shape = dict(vocab_size=257, n_layer=1, n_head=1, n_embd=4, sequence_length=16)
-    args = train_gpt2.Hyperparameters(**dict(dtype="float32") | shape | settings)
-    facts = train_gpt2.settings_with_role(args, "architecture", "training", "growing")
-    facts |= dict(train_data="0" * 12, val_data="1" * 12, encoding=None)
-    model = train_gpt2.build_model(args, torch.float32).state_dict()
+    args = recipe.settings(**dict(dtype="float32") | shape | settings)
     return dict(
-        format=train_gpt2.FORMAT, run_id="small", step=args.num_iterations, val_loss=1.0,
-        hyperparameters=vars(args), facts=facts, model=model,
+        script=recipe.script, source="0" * 12, hyperparameters=vars(args),
+        fixed=dict(train_data="0" * 12, val_data="1" * 12, encoding=None),
+        threads=1, step=args.num_iterations, train_seconds=1.0, val_loss=1.0, best_loss=math.inf,
+        model=recipe.build_model(args, torch.float32).state_dict(),
     )  # fmt: skip
 
 
@@ -240,12 +242,12 @@ def trained(settings, processes=1, script=SCRIPT):
     return done.stdout
 
 
-def run_here(settings, steps=math.inf, **changes):
+def run_here(settings, steps=math.inf, recipe=train_gpt2.RECIPE, **changes):
     """Run in this process and act as if a signal arrived during step number `steps`.
 
     Return main's result.
     """
-    args = train_gpt2.Hyperparameters(**{**settings, **changes})
+    args = recipe.settings(**{**settings, **changes})
     stop = train_gpt2.StopRequest()
     train_step = train_gpt2.train_step
     steps_left = steps
@@ -259,12 +261,13 @@ def run_here(settings, steps=math.inf, **changes):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt2, "train_step", counted_step)
-        return train_gpt2.main(args, stop)
+        return train_gpt2.main(args, recipe, stop)
 
 
 def take_step(model, optimizers, inputs, targets, args, step=0):
-    """Call train_step as a run does; return the mean loss over all ranks."""
-    size = min(len(inputs), args.device_batch_size)
+    """Call train_step as a run does on a single rank; return the mean loss."""
+    args = dataclasses.replace(args, batch_size=len(inputs))
+    size = math.gcd(len(inputs), args.device_batch_size)
     stop = train_gpt2.StopRequest()
     run = SimpleNamespace(model=model, optimizers=optimizers, micro_batch_size=size, stop=stop)
     run.args, run.step = args, step
@@ -342,8 +345,8 @@ def run_tool(name, *arguments, **options):
 
 def validations(text):
     """Return [(step, loss)] of the validation lines in a log."""
-    line = r"^step:(\d+)/\d+ val_loss:(\d+\.\d{4}) train_time:\d+ms step_avg:\d+\.\d\dms "
-    rows = re.findall(line + r"lr:[\d.e-]+$", text, re.M)
+    line = r"^step:(\d+)/\d+ val_loss:(\d+\.\d{4}) train_time:\d+ms step_avg:\d+\.\d\dms$"
+    rows = re.findall(line, text, re.M)
     assert len(rows) == len(re.findall(r"^step:.* val_loss:", text, re.M)), text
     return [(int(step), float(loss)) for step, loss in rows]
 
@@ -359,12 +362,12 @@ def checkpoints(folder):
 
 
 def bits(path):
-    """Return a bit-exact copy of a checkpoint, less its time, its name and its settings.
+    """Return a bit-exact copy of a checkpoint, less its time and its settings.
 
-    The facts, which remain, include the settings that decide the result.
+    The settings that decide the result remain, in `fixed`.
     """
     state = torch.load(path, weights_only=True)
-    del state["train_seconds"], state["run_id"], state["hyperparameters"]
+    del state["train_seconds"], state["hyperparameters"]
     return bits_of(state)
 
 
@@ -385,7 +388,7 @@ def bits_of(value):
 def forkserver():
     """Return the context for processes forked from a server that has imported torch."""
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2", "train_modern"])
     return context
 
 
