@@ -5,9 +5,9 @@
     python train_gpt2.py --preset=cpu                           # a small GPT on two CPU cores
     python train_gpt2.py --help                                 # all settings and presets
 
-This is record 7 of the public NanoGPT speedrun (October 2024: 3.2755 after 12.0 minutes on
-8xH100), except that the residual stream is bfloat16, too, and that the shards are read as one
-stream. It has not been run on a GPU yet. It needs Linux or macOS, torch 2.5+ and numpy.
+This reimplements record 7 of the public NanoGPT speedrun (October 2024), which reached 3.2755 in
+12.0 minutes on 8xH100. Two things differ: the residual stream is bfloat16, and the shards are read
+as one stream. This file has not been run on a GPU yet. It needs Linux or macOS, torch 2.5+, numpy.
 
 Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery.
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. A docstring
@@ -40,7 +40,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-# For the log. Read before torch is imported, in case the file is edited while that takes seconds.
+# For the log. Read before the slow import of torch, in case the file is edited meanwhile.
 SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
 START = time.perf_counter()  # before the imports, which count as setup
 
@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_leaves
 
 # ---- Settings ------------------------------------------------------------------------------------
 def setting(default, help):
-    """Return a field of Hyperparameters with a help text."""
+    """Return a dataclass field with this default and help text."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -66,7 +66,7 @@ class Hyperparameters:
     """
 
     # Model
-    vocab_size: int = setting(50304, "vocabulary size; default: from the data's manifest.json")
+    vocab_size: int = setting(50304, "vocabulary size; overridden by the data's manifest.json")
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(6, "attention heads")
     n_embd: int = setting(768, "model width")
@@ -80,9 +80,10 @@ class Hyperparameters:
     learning_rate: float = setting(0.0036, "AdamW learning rate of the embedding and head")
     muon_learning_rate: float = setting(0.00036, "Muon learning rate of all other matrices")
     muon_momentum: float = setting(0.95, "Muon momentum")
-    warmdown_fraction: float = setting(1450 / 5100, "final fraction of steps with decaying rates")
+    warmdown_fraction: float = setting(1450 / 5100, "final fraction of steps, in which rates decay")
     shuffle: bool = setting(False, "shuffle; each epoch cuts the stream at a new random offset")
-    val_tokens: int = setting(10485760, "validation tokens; 0: all, but at most 2**18")
+    init: str = setting("", "file with initial weights, such as model.pt")
+    val_tokens: int = setting(10485760, "validation tokens; 0: all there are, up to 2**18")
 
     # Files and machine. A resumed run may change these: see MAY_CHANGE.
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
@@ -95,7 +96,6 @@ class Hyperparameters:
     save_every: int = setting(0, "steps between checkpoints; 0: only if a signal stops the run")
     keep_checkpoints: int = setting(2, "number of recent checkpoints to keep")
     resume: str = setting("", "auto: continue run_id from its newest checkpoint, if it has one")
-    init: str = setting("", "file with initial weights, such as model.pt")
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda if there is a GPU")
     device_batch_size: int = setting(64, "maximum sequences per forward pass, to save memory")
     compile: bool = setting(True, "use torch.compile; False starts sooner but trains more slowly")
@@ -107,15 +107,15 @@ class Hyperparameters:
 
 MAY_CHANGE = {  # when a run is resumed; all other settings must stay the same
     "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss", "run_id",
-    "log_dir", "save_every", "keep_checkpoints", "resume", "init", "device", "device_batch_size",
-    "compile", "comm_timeout",
+    "log_dir", "save_every", "keep_checkpoints", "resume", "device", "device_batch_size", "compile",
+    "comm_timeout",
 }  # fmt: skip
 
 # --preset=NAME replaces defaults; settings on the command line override the preset.
 PRESETS = {
     "record7": dict(),  # GPT-2 124M on FineWeb, for eight 80 GB GPUs
     "24gb": dict(device_batch_size=32),  # the same run on one 24 GB GPU
-    "cpu": dict(  # a small GPT on the source code of PyTorch, in a minute on two CPU cores
+    "cpu": dict(  # a small GPT on PyTorch's source code, in about a minute on two CPU cores
         device="cpu", compile=False, vocab_size=257, n_layer=4, n_head=1, n_embd=128,
         train_files="data/torch_sources/train_*.bin", val_files="data/torch_sources/val_*.bin",
         batch_size=8, sequence_length=512, num_iterations=300, warmdown_fraction=0.5,
@@ -239,10 +239,12 @@ class GPT(nn.Module):
 def loss_or_logits(x, weight, targets=None, softcap=0.0):
     """Return the mean cross-entropy of logits x @ weight.T or, without targets, the logits.
 
-    x: (B, T, C). weight: (V, C). targets: (B, T). softcap: bound on the logits, 0 for none.
+    x: (B, T, C). weight: (V, C). targets: (B, T). softcap: bound on the logits; 0, in record 7.
     """
     if targets is None:
         return soft_capped(F.linear(x, weight.type_as(x)), softcap)
+    if not torch.is_grad_enabled():
+        weight = weight.detach()  # so that LinearCrossEntropy computes no gradients
     return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), softcap)
 
 
@@ -253,22 +255,23 @@ def soft_capped(logits, softcap):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of logits x @ weight.T, which are never all in memory.
+    """The mean cross-entropy of x @ weight.T, computed in chunks of tokens to save memory.
 
-    The logits of 64 x 1024 tokens of GPT-2 would take 13.2 GB. So forward takes a chunk of tokens
-    at a time and computes its loss and, by the formula softmax minus one-hot, its gradients.
-    Backward only scales these.
+    The logits of 64 x 1024 tokens of GPT-2 would take 13.2 GB. Forward computes the loss of a chunk
+    and also its gradients (softmax minus one-hot), because it has the logits; backward only scales
+    them. x: (N, C), weight: (V, C), targets: (N,).
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, softcap):  # (N, C), (V, C), (N,), a float
-        needs_gradient = any(ctx.needs_input_grad)  # False under torch.no_grad
+    def forward(ctx, x, weight, targets, softcap):
+        needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
         # Small chunks are slow, so each has at least 512 x 50304 logits (measured on CPUs).
         max_chunks = 2 if x.is_cuda else 8
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
-        loss, grad_x, grad_weight = 0.0, [], 0.0
+        loss = grad_weight = 0.0  # become tensors
+        grad_x = []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
             logits = soft_capped(F.linear(x_i, cast_weight), softcap)
             log_p = logits.log_softmax(-1)
@@ -277,7 +280,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 one_hot = torch.arange(len(weight), device=x.device) == targets_i[:, None]
                 grad_logits = (log_p.exp() - one_hot.float()) * (targets_i != -1)[:, None] / count
                 if softcap:
-                    grad_logits *= 1 - (logits / softcap).square()  # the derivative of tanh
+                    grad_logits *= 1 - (logits / softcap).square()  # tanh' = 1 - tanh^2
                 grad_logits = grad_logits.type_as(x)
                 grad_x.append(grad_logits @ cast_weight)
                 grad_weight += (grad_logits.T @ x_i).float()
@@ -295,13 +298,15 @@ class LinearCrossEntropy(torch.autograd.Function):
 def orthogonalize(G):
     """Return approximately U V^T for a matrix G = U S V^T, by five Newton-Schulz iterations.
 
-    G: (M, N), float32 or bfloat16, which is the dtype of the matmuls and of the result. With
-    R = X X^T, an iteration replaces X by a X + (b R + c R R) X. This maps each singular value s to
+    G: (M, N), float32 or bfloat16; matmuls and the result have its dtype. With R = X X^T, an
+    iteration replaces X by a X + (b R + c R R) X. This maps each singular value s to
     a s + b s^3 + c s^5, and after five iterations, nearly all of them lie between 0.7 and 1.2.
     Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    X = G / (G.norm(dtype=torch.float64) + 1e-7)  # in float64, large squares do not overflow
+    X = G / (
+        G.norm(dtype=torch.float64) + 1e-7
+    )  # float64: squares of large gradients do not overflow
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
     for _ in range(5):
@@ -312,14 +317,14 @@ def orthogonalize(G):
 
 
 class Muon(torch.optim.Optimizer):
-    """MomentUm Orthogonalized by Newton-Schulz, for matrices. Its work is shared by the ranks.
+    """MomentUm Orthogonalized by Newton-Schulz, for matrices. The ranks divide the work.
 
-    lr: RMS of the change of an entry in a step. momentum: decay of the moving average of gradients.
-    dtype: dtype of the matmuls. Every rank must hold all parameters and their complete gradients.
+    lr: RMS change of a weight in a step. momentum: decay of the moving average of gradients. dtype:
+    dtype of the matmuls. Every rank must hold all parameters and their complete gradients.
 
     Each rank orthogonalizes a part of the matrices and writes the updates into its slots of a flat
     bfloat16 buffer. The other slots are 0, so the sum over the ranks gives every rank all updates,
-    exactly. To use Muon in another project, copy records/modern/muon.py.
+    exactly. For other projects, records/modern/muon.py has more options.
     """
 
     def __init__(self, params, lr, momentum=0.95, rank=0, world_size=1, dtype=torch.bfloat16):
@@ -342,14 +347,15 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 momentum_buffer = state["momentum_buffer"]
-                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # on all ranks
+                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # on all ranks, to be saved
                 if i % self.world_size == self.rank:
-                    direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])  # Nesterov
+                    # Nesterov momentum. Its scale does not matter, because G is normalized.
+                    direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])
                     update.copy_(orthogonalize(direction.to(self.dtype)))
             if self.world_size > 1:
                 dist.all_reduce(buffer)
             for p, update in zip(params, updates):
-                scale = max(p.shape) ** 0.5  # gives the update an RMS of 1
+                scale = max(p.shape) ** 0.5  # the RMS of U V^T is 1 / sqrt(max(M, N))
                 p.add_(update, alpha=-group["lr"] * scale)
 
 
@@ -375,7 +381,7 @@ def shard_size(path):
 
 
 class TokenStream:
-    """The tokens of all shards that match a glob, concatenated in name order and repeated.
+    """The tokens of all shards that match a glob, concatenated in name order, endlessly repeated.
 
     Wildcards work in the file name, not in the folder. The files stay open, so replacing one does
     not affect the run. Raises UserError if no file matches, if a file is not a complete shard or,
@@ -394,7 +400,7 @@ class TokenStream:
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
         self.total_tokens = sum(self.sizes)
-        self.starts = [0, *np.cumsum(self.sizes).tolist()][:-1]  # of each shard, in the stream
+        self.starts = [0, *np.cumsum(self.sizes).tolist()][:-1]  # position of each shard
 
     def read(self, start, count):
         """Return `count` tokens (uint16) from position `start` of the repeated stream."""
@@ -416,7 +422,7 @@ class TokenStream:
         return np.concatenate(parts)
 
     def checksums(self):
-        """Return (size, crc32) of each shard. Large shards are sampled at about 128 positions."""
+        """Return (size, crc32) of each shard. Of a large one, about 128 samples are read."""
         part_size = 2**16
         checksums = []
         for start, size in zip(self.starts, self.sizes):
@@ -432,8 +438,8 @@ class TokenStream:
 class DistributedDataLoader:
     """The training batches. A batch depends only on the data, the seed and the step.
 
-    Each of world_size ranks takes an equal part of the global batch. So the tokens of a step do not
-    depend on the number of ranks.
+    Each rank takes an equal part of the global batch, so the tokens of a step do not depend on the
+    number of ranks.
     """
 
     stream: TokenStream
@@ -465,8 +471,8 @@ class DistributedDataLoader:
 def shuffled_starts(seed, epoch, total_tokens, T):
     """Return the positions at which the sequences of an epoch start, in random order.
 
-    Sequences are adjacent, from a random offset below T. The last one may wrap around to the start
-    of the stream, and total_tokens % T tokens are left out.
+    They tile the stream from a random offset below T. The last one may wrap around to the start of
+    the stream, and total_tokens % T tokens are unused.
     """
     generator = np.random.default_rng((seed, epoch))
     return generator.integers(T) + T * generator.permutation(total_tokens // T)
@@ -475,7 +481,7 @@ def shuffled_starts(seed, epoch, total_tokens, T):
 def inputs_and_targets(sequences, device):
     """Split tokens of shape (B, T + 1) into two int64 tensors of shape (B, T) on a device.
 
-    Copies to a GPU are asynchronous, but work that is launched later on its stream sees the tokens.
+    A copy to a GPU is asynchronous, but kernels that are launched afterwards see the tokens.
     """
     inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64, order="C"))
     targets = torch.from_numpy(sequences[:, 1:].astype(np.int64, order="C"))
@@ -513,10 +519,10 @@ def apply_schedule(model, optimizers, step, args):
 
 
 class Recipe(NamedTuple):
-    """What a run trains, and how. Another script can define its own and pass it to cli()."""
+    """What a script must define to train with the rest of this file, by passing it to cli()."""
 
     script: str  # the path of the script, relative to the folder of train_gpt2.py
-    source: str  # the text of the script and of other files that it needs, for the log
+    sources: dict  # {file name: text} of all files that it consists of, for the log and exports
     settings: type  # Hyperparameters, or a subclass with more settings
     presets: dict
     build_model: Callable  # (args, dtype) -> model, called as model(inputs, targets)
@@ -526,7 +532,7 @@ class Recipe(NamedTuple):
 
 RECIPE = Recipe(
     script=Path(__file__).name,
-    source=SOURCE,
+    sources={"train_gpt2.py": SOURCE},
     settings=Hyperparameters,
     presets=PRESETS,
     build_model=GPT,
@@ -538,17 +544,16 @@ RECIPE = Recipe(
 def train_step(run, inputs, targets):
     """Collective: take one optimizer step. Return a dict of 0-D tensors to log.
 
-    inputs, targets: (B, T) int64, this rank's part of the global batch. The result must hold
-    "loss", and "stops", the number of ranks that got a signal. Does not wait for the GPU.
+    inputs, targets: (B, T) int64, this rank's part of the global batch. train() needs "loss", and
+    "stops", the number of ranks that got a signal. Does not wait for the GPU.
     """
-    # Randomness, such as that of dropout, depends only on the seed, the step and the rank.
+    # If you add dropout, for example, it depends only on the seed, the step and the rank.
     seed = np.random.SeedSequence((run.args.seed, run.step, get_rank()))
     torch.manual_seed(int(seed.generate_state(1)[0]))
-    size = run.micro_batch_size
     loss = 0.0
-    for x, y in zip(inputs.split(size), targets.split(size)):
+    for x, y in zip(inputs.split(run.micro_batch_size), targets.split(run.micro_batch_size)):
         # Scaled so that the sum over micro-batches and ranks is the mean over the global batch.
-        micro_loss = run.model(x, y) * (size / run.args.batch_size)
+        micro_loss = run.model(x, y) * (len(x) / run.args.batch_size)
         micro_loss.backward()
         loss += micro_loss.detach()
     sum_gradients(run.model)
@@ -584,8 +589,7 @@ def evaluate(run):
     size = run.micro_batch_size
     for x, y in zip(inputs.split(size), targets.split(size)):
         sequences = len(x)
-        # Pad the last micro-batch, because a new shape would recompile the model.
-        padding = (0, 0, 0, size - sequences)
+        padding = (0, 0, 0, size - sequences)  # because a new shape would recompile the model
         x, y = F.pad(x, padding), F.pad(y, padding, value=-1)
         total += run.model(x, y).double() * sequences
     run.model.train()
@@ -595,7 +599,7 @@ def evaluate(run):
 
 
 def validate(run):
-    """Collective: set run.val_loss and log it. If the run has several epochs, keep best.pt."""
+    """Collective: set run.val_loss and log it. With several epochs, keep the best weights."""
     with run.log.timed("validation"):
         run.val_loss = evaluate(run)
         check_weights_agree(run.model)
@@ -604,8 +608,8 @@ def validate(run):
         raise UserError(f"val_loss is {run.val_loss} at step {run.step}: lower the learning rates")
     has_epochs = run.tokens_to_train > run.train_loader.stream.total_tokens
     if has_epochs and run.val_loss < run.best_loss:  # later weights may overfit
-        save(run, "best.pt")
         run.best_loss = run.val_loss
+        save(run, "best.pt")
 
 
 def train(run):
@@ -619,8 +623,8 @@ def train(run):
         with run.log.timed("train"):
             results = train_step(run, *batch)
             run.step += 1
-            batch = run.train_loader.batch(run.step)  # is read while the GPU computes the step
-            values = {name: tensor.item() for name, tensor in results.items()}  # waits for it
+            batch = run.train_loader.batch(run.step)  # read while the GPU computes the step
+            values = {name: tensor.item() for name, tensor in results.items()}  # waits for the GPU
         loss = values.pop("loss")
         run.stopped = values.pop("stops") > 0
         run.log.progress(run.step, "train_loss", loss, values)
@@ -628,7 +632,7 @@ def train(run):
             raise UserError(f"train_loss is {loss} at step {run.step}: lower the learning rates")
         if args.save_every and run.step % args.save_every == 0:
             save_checkpoint(run)
-    if not run.stopped:  # a stopped run validates after it is resumed
+    if not run.stopped:  # the schedule of a window, for example, affects the validation
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
@@ -652,7 +656,7 @@ class Run:
     lock: object = None  # on rank 0, the open lock file of the folder
     step: int = 0  # optimizer steps taken
     stopped: bool = False  # a rank got a signal, so all ranks stop
-    finished: bool = False  # it has its result already
+    finished: bool = False  # nothing is left to do, because model.pt exists
     val_loss: float = math.nan  # of the last validation
     best_loss: float = math.inf  # validation loss of the weights in best.pt
 
@@ -669,22 +673,23 @@ def set_up(args, recipe, stop):
     train_loader, validation, val_tokens, data_facts = open_data(args, device)
     run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     dtype = choose_dtype(args, device)
-    # Replace the automatic values by those in use, which the log then shows.
+    # Replace "auto" and other placeholders by the values in use, so that the log shows them.
     args = dataclasses.replace(args, dtype=dtype, run_id=from_rank_0(run_id), val_tokens=val_tokens)
-    versions = dict(torch=torch.__version__, source=digest(recipe.source))
+    versions = dict(torch=torch.__version__, source=digest(recipe.sources))
     check_ranks_agree(vars(args) | data_facts | versions, "launch all ranks in the same way")
     torch.manual_seed(args.seed)
     model = recipe.build_model(args, getattr(torch, dtype)).to(device)
     optimizers = recipe.build_optimizers(model, args)
     check_optimizers(model, optimizers)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["initial_lr"] = group["lr"]  # which apply_schedule scales
-    sequences = args.batch_size // get_world_size()
-    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]  # apply_schedule scales this
     fixed = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
     fixed |= data_facts
     fixed["optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-    fixed["initial_weights"] = args.init or "new"
+    sequences = args.batch_size // get_world_size()
+    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    micro_batch_size = max(n for n in divisors if n <= args.device_batch_size)
     return Run(
         recipe=recipe,
         args=args,
@@ -693,7 +698,7 @@ def set_up(args, recipe, stop):
         optimizers=optimizers,
         train_loader=train_loader,
         validation=validation,
-        micro_batch_size=max(n for n in divisors if n <= args.device_batch_size),
+        micro_batch_size=micro_batch_size,
         fixed=fixed,
         log=Log(args),
         stop=stop,
@@ -708,12 +713,12 @@ def main(args, recipe=RECIPE, stop=None):
     """
     run = set_up(args, recipe, stop or StopRequest())
     claim_folder(run)
-    start = restore(run)
+    origin = restore(run)
     if run.finished:
-        run.log(start)
+        run.log(origin)
         leave_ranks()
         return None
-    log_header(run, start)
+    log_header(run, origin)
     run.log.seconds["setup"] = time.perf_counter() - START
     if args.compile:
         run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
@@ -774,8 +779,7 @@ def parse_args(argv, recipe=RECIPE):
         allow_abbrev=False,
     )
     names = list(recipe.presets)
-    help = f"settings to start from: {', '.join(names)}"
-    parser.add_argument("--preset", choices=names, default=names[0], metavar=names[0], help=help)
+    parser.add_argument("--preset", choices=names, default=names[0], help="settings to start from")
     for field in dataclasses.fields(recipe.settings):
         parser.add_argument(
             f"--{field.name}",
@@ -787,16 +791,16 @@ def parse_args(argv, recipe=RECIPE):
     given = vars(parser.parse_args(argv))
     settings = recipe.presets[given.pop("preset")] | given
     packed_size = read_manifest(recipe.settings(**settings).train_files).get("vocab_size")
+    # The manifest overrides the default and the preset, but not the command line.
     if packed_size is not None and "vocab_size" not in given:
-        # For speed, a large vocabulary is padded to a multiple of 128.
-        multiple = 128 if packed_size > 1024 else 1
+        multiple = 128 if packed_size > 1024 else 1  # large ones are padded, for speed
         settings["vocab_size"] = math.ceil(packed_size / multiple) * multiple
     return recipe.settings(**settings)
 
 
 # ---- Machinery: data files -----------------------------------------------------------------------
 def read_manifest(files):
-    """Return the manifest.json beside the shards, a dict with vocab_size and encoding, or {}."""
+    """Return manifest.json from the shards' folder, with vocab_size and encoding, or {}."""
     path = Path(files).parent / "manifest.json"
     if (path.parent / ".pack").exists():  # exists while data/pack.py replaces shards
         raise UserError(f"{path.parent} is being packed, or packing was interrupted: pack it again")
@@ -820,7 +824,7 @@ def open_data(args, device):
     """Return (train_loader, validation, val_tokens, data_facts).
 
     validation: this rank's sequences, (sequences, T + 1) uint16. val_tokens: total over all ranks.
-    data_facts: what identifies the data, wherever the files are.
+    data_facts: checksums that identify the data, wherever the files are, and the encoding.
     """
     batch_size, T = args.batch_size, args.sequence_length
     rank, world_size = get_rank(), get_world_size()
@@ -828,7 +832,8 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    if max_steps < (1 if args.allow_repeat else args.num_iterations):
+    needed_steps = 1 if args.allow_repeat else args.num_iterations
+    if max_steps < needed_steps:
         fix = "add data, lower --num_iterations or --batch_size, or pass --allow_repeat=True"
         raise UserError(f"{args.train_files!r} has tokens for only {max_steps} steps: {fix}")
     seed = args.seed if args.shuffle else None
@@ -838,17 +843,18 @@ def open_data(args, device):
     usable = (val_stream.total_tokens - 1) // T * T
     if usable == 0:
         raise UserError(f"{args.val_files!r} has at most {T} tokens: lower --sequence_length")
-    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))
+    default = max(T, 2**18 // T * T)  # about 2**18 tokens, in complete sequences
+    val_tokens = args.val_tokens or min(usable, default)
     if val_tokens % T or val_tokens > usable:
         limit = f"a multiple of sequence_length={T} up to {usable} for {args.val_files!r}"
         raise UserError(f"val_tokens={val_tokens} must be {limit}, or 0")
     tokens = val_stream.read(0, val_tokens + 1)
-    # Neighbouring sequences share a token: the last target of one is the first input of the next.
+    # Adjacent sequences share a token: the last target of one is the first input of the next.
     sequences = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]
 
     train_data, val_data = stream.checksums(), val_stream.checksums()
     if set(train_data) & set(val_data):
-        raise UserError("a shard of train_files has the tokens of one of val_files: remove it")
+        raise UserError("a shard of train_files is a copy of one of val_files: remove it")
     encoding = read_manifest(args.train_files).get("encoding")  # None without a manifest
     val_encoding = read_manifest(args.val_files).get("encoding")
     if encoding != val_encoding and None not in (encoding, val_encoding):
@@ -886,15 +892,15 @@ def choose_dtype(args, device):
 
 
 def configure_backend(args, device):
-    """Set global PyTorch options, all for CPUs."""
+    """Set PyTorch's global options for a CPU. A GPU needs none."""
     if device.type == "cuda":
         return
-    # The first multithreaded call of these can be inaccurate, so call each on one element
-    # (https://github.com/pytorch/pytorch/issues/188792).
+    # The first call of these functions can be inaccurate if it is multithreaded, so call each on
+    # one element (https://github.com/pytorch/pytorch/issues/188792).
     for function in torch.cos, torch.sin, torch.sqrt:
         function(torch.ones(1))
-    # Despite their names, these two options also affect CPUs. Short sequences train faster without
-    # the fused attention kernel (measured), and then keep attention scores in bfloat16.
+    # Despite their names, these two options affect CPUs. Up to 512 tokens, the unfused attention
+    # kernel is faster (measured); let it keep attention scores in bfloat16.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     # Sum the gradients of repeated tokens in a fixed order, so that runs are bit-reproducible.
@@ -916,7 +922,7 @@ def compile_model(run):
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
-    targets = torch.zeros_like(inputs)  # not the same tensor: the compiler would rely on that
+    targets = torch.zeros_like(inputs)  # a tensor of its own, or the compiler would merge them
     try:
         run.model.eval()
         with torch.no_grad():
@@ -926,8 +932,7 @@ def compile_model(run):
         loss.backward()
     except BackendCompilerFailed as error:
         cause = " ".join(str(error).split())
-        fix = "pass --compile=False, install g++ and Python's headers, or set "
-        fix += "TORCHINDUCTOR_CACHE_DIR to a folder where programs may run"
+        fix = "pass --compile=False, install g++ and python3-dev, or set TORCHINDUCTOR_CACHE_DIR"
         raise UserError(f"the model cannot be compiled ({cause:.200}): {fix}") from None
     run.model.zero_grad()
     loss.item()  # waits for the device
@@ -965,7 +970,7 @@ def join_ranks(args):
     """Collective: join torchrun's process group, if any. Return this rank's torch.device."""
     device = choose_device(args)
     backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    if gpu:
+    if gpu is not None:
         torch.cuda.set_device(gpu)
     if "RANK" in os.environ and not dist.is_initialized():
         timeout = timedelta(seconds=args.comm_timeout)
@@ -981,7 +986,7 @@ def leave_ranks():
     """Collective: leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.2)  # gloo's threads are still ending; without this, some aborted the process
+        time.sleep(0.2)  # otherwise, gloo's threads, which are still ending, may abort the process
 
 
 def from_rank_0(value):
@@ -1046,18 +1051,18 @@ class Log:
         self.seconds = Counter()  # of each phase
 
     def __call__(self, text):
-        """Log a line or several, and print them."""
+        """Print one or more lines and append them to the log."""
         self.write(text)
         if get_rank() == 0:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 print(text, flush=True)
 
     def write(self, text):
-        """Append lines to the file as a whole. Raises UserError if that fails."""
+        """Append the lines to the file, all or nothing. Raises UserError if that fails."""
         if not self.is_open:
             return
         data = f"{text}\n".encode(errors="backslashreplace")
-        with open(self.path, "ab", buffering=0) as file:  # an editor may have replaced it
+        with open(self.path, "ab", buffering=0) as file:  # reopened, in case an editor replaced it
             size = file.tell()
             try:
                 is_complete = file.write(data) == len(data)
@@ -1076,37 +1081,34 @@ class Log:
 
     @contextlib.contextmanager
     def timed(self, phase):
-        """Add the time of a `with` block, which must end by waiting for the GPU, to a phase."""
+        """Add the duration of a `with` block to a phase. It must end by waiting for the GPU."""
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
 
 
-def log_header(run, start):
-    """On rank 0, log what is needed to reproduce the run. start: where its weights come from."""
+def log_header(run, origin):
+    """On rank 0, log what is needed to reproduce the run. origin: where its weights come from."""
     if get_rank() != 0:
         return
     args, log = run.args, run.log
-    settings = [f"hyperparameter {name}={value!r}" for name, value in vars(args).items()]
-    title = f"Log of train_gpt2.py, run_id={args.run_id}"
-    log.write("\n".join([title, run.recipe.source, *settings]))
+    settings = "\n".join(f"hyperparameter {name}={value!r}" for name, value in vars(args).items())
+    source = "\n".join(run.recipe.sources.values())
+    log.write(f"Log of train_gpt2.py, run_id={args.run_id}\n{source}\n{settings}")
     git = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40"]
     commit = ""
     with contextlib.suppress(OSError):  # git is not installed
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     workers = f"processes:{get_world_size()} threads:{torch.get_num_threads()}"
     data = f"train_data:{run.fixed['train_data']} val_data:{run.fixed['val_data']}"
-    optimizers = [
-        f"{type(optimizer).__name__} ({sum(p.numel() for p in params_of(optimizer)):,} parameters)"
-        for optimizer in run.optimizers
-    ]
+    size = sum(p.numel() for p in run.model.parameters())
     lines = [
-        f"training {type(run.model).__name__} with {', '.join(optimizers)}",
+        f"training {type(run.model).__name__} with {run.fixed['optimizers']}, {size:,} parameters",
         f"torch:{torch.__version__} commit:{commit} device:{device_name(run.device)} {workers}",
         f"matmul_dtype:{args.dtype} micro_batch:{run.micro_batch_size}",
         f"val_tokens:{args.val_tokens} train_tokens:{run.train_loader.stream.total_tokens} {data}",
     ]
-    log("\n".join([*lines, start]))
+    log("\n".join([*lines, origin]))
 
 
 def log_summary(run):
@@ -1135,7 +1137,7 @@ def save(run, name, **more):
     path, partial = run.folder / name, run.folder / "partial"
     state = dict(
         script=run.recipe.script,
-        source=digest(run.recipe.source),
+        source=digest(run.recipe.sources),
         hyperparameters=vars(run.args),
         fixed=run.fixed,
         threads=torch.get_num_threads(),
@@ -1171,7 +1173,7 @@ def save_checkpoint(run):
     path = run.folder / f"state_step{run.step:010d}.pt"
     save(run, path.name, optimizers=[o.state_dict()["state"] for o in run.optimizers])
     if get_rank() == 0:
-        # Checkpoints of later steps were damaged when the run was resumed. They do not count.
+        # Do not count later checkpoints: they are damaged, and restore() has skipped them.
         earlier = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in earlier[: -run.args.keep_checkpoints]:
             old.unlink()
@@ -1188,7 +1190,7 @@ def read_pt(path):
         with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file
             damaged_part = archive.testzip()  # compares checksums
             attributes = [info.external_attr for info in archive.infolist()]
-        # The attributes have no checksum, and one bit would turn a tensor into a folder.
+        # Zip attributes have no checksum, and a flipped bit could mark a tensor as a folder.
         if damaged_part is not None or any(attributes):
             raise ValueError("a checksum is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code in the file
@@ -1209,9 +1211,10 @@ def claim_folder(run):
     if get_rank() != 0:
         return
     folder, lock_path = run.folder, run.folder / "run.lock"
-    if not lock_path.is_file() and (run.log.path.exists() or any(folder.glob("*"))):
-        fix = "move it with its log, or pass another --run_id"
-        raise UserError(f"{folder} was not created by a run of this script: {fix}")
+    has_files = run.log.path.exists() or any(folder.glob("*"))
+    if has_files and not lock_path.is_file():
+        fix = "move them away, or pass another --run_id"
+        raise UserError(f"{folder} or {run.log.path} were not created by this script: {fix}")
     folder.mkdir(parents=True, exist_ok=True)
     run.lock = open(lock_path, "a")
     run.log.is_open = True
@@ -1221,17 +1224,17 @@ def claim_folder(run):
         raise UserError(f"another process is using {folder}: stop it first") from None
     except OSError as error:  # some network file systems have no locks
         run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")
-    # Only now, because another process could have finished this run before the lock was taken.
+    # Checked only after locking, because another process may have just finished this run.
     if run.args.resume != "auto" and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
-    with open(run.log.path, "ab") as file:  # drop a last line that was cut
+    with open(run.log.path, "ab") as file:  # drop an incomplete last line
         file.truncate(run.log.path.read_bytes().rfind(b"\n") + 1)
 
 
 def restore(run):
-    """Collective: load the files of this run, if it resumes and has any, else --init, if given.
+    """Collective: with --resume=auto, load the newest file of the run; without one, load --init.
 
-    Return what to log about it.
+    Return a line for the log that says where the weights come from.
     """
     path = None
     if run.args.resume == "auto":
@@ -1243,15 +1246,15 @@ def restore(run):
         run.finished = path.name == "model.pt"
         if run.finished:
             return f"{path} is the result of this run; nothing to do"
-        if state["threads"] != torch.get_num_threads():
-            run.log(f"warning: last bits will differ, {path} is of {state['threads']} threads")
+        if run.device.type == "cpu" and state["threads"] != torch.get_num_threads():
+            run.log(f"warning: saved with {state['threads']} threads, so the last bits may differ")
         for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
             # Load only the state. The options in param_groups are those of this script.
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
-        unlike_shapes = {name: run.fixed[name] for name in ("n_head", "encoding")}
-        load_weights(run, run.args.init, unlike_shapes)
+        unseen = {name: run.fixed[name] for name in ("n_head", "encoding")}  # in no weight's shape
+        load_weights(run, run.args.init, unseen)
     return f"starting from {run.args.init or 'new weights'}"
 
 
@@ -1270,13 +1273,12 @@ def newest_file(run):
 
 
 def load_weights(run, path, expected):
-    """Load the weights in a file, and return its content.
+    """Load the weights in a file, and return its content. Raises UserError if it does not match.
 
     expected: what the file must have been saved with; None means unknown and matches anything.
-    Raises UserError if the file does not match.
     """
     state = read_pt(path)
-    if state["source"] != digest(run.recipe.source):
+    if state["source"] != digest(run.recipe.sources):
         run.log(f"warning: the script has changed since it saved {path}")
     differences = []
     for name, value in expected.items():

@@ -1,16 +1,15 @@
-"""Download the pretokenized FineWeb shards that a run of train_gpt2.py reads by default.
+"""Download the pretokenized FineWeb shards that GPT-2 124M trains on.
 
-    python data/fineweb.py [--name=value ...]    # the validation shard and what these settings need
+    python data/fineweb.py [--shards=27]         # the validation shard and some training shards
     python data/fineweb.py --part=20000000       # the first 20M tokens of the first training shard
 
-A shard holds 100M GPT-2 tokens in 0.2 GB. The default run needs 27 training shards. The script asks
-before it downloads, unless --yes is given. huggingface_hub retries, resumes and checks the size of
+A shard holds 100M GPT-2 tokens in 0.2 GB. Record 7 reads 27 training shards. The script asks before
+it downloads, unless --yes is given. huggingface_hub retries, resumes and checks the size of
 what arrives: a shard gets its name only when it is complete. Shards that are already there are
 kept, unless they were changed. After an error or an interruption, run the same command again.
 """
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
@@ -34,24 +33,14 @@ def train_shard(number):
     return f"fineweb_train_{number:06d}.bin"
 
 
-def shards_for(settings):
-    """Return how many training shards a run with these command-line settings reads."""
-    sys.path.append(str(Path(__file__).resolve().parent.parent))
-    from train_gpt2 import parse_args  # slow to import
-
-    run = parse_args(settings)
-    tokens = run.num_iterations * run.batch_size * run.sequence_length + 1  # 1: the last target
-    return min(LAST_SHARD, math.ceil(tokens / SHARD_TOKENS))
-
-
 def confirm(size, folder):
     """Ask whether to download this many bytes. Raises ValueError unless the user agrees."""
     size = f"{size / 1e9:.1f} GB" if size >= 10**8 else f"{size / 1e6:.0f} MB"
     question = f"Download {size} of FineWeb into {folder.resolve()}? [y/N] "
     if not (sys.stdin.isatty() and input(question).lower().startswith("y")):
         raise ValueError(
-            f"{size} of FineWeb were not downloaded: pass --yes to download them, or "
-            "--preset=text or --preset=cpu to train without FineWeb"
+            f"{size} of FineWeb were not downloaded: pass --yes to download them, or --preset=cpu "
+            "to train without FineWeb"
         )
 
 
@@ -88,6 +77,23 @@ def download(folder, names, part):
         ) from None
 
 
+def fetch(folder, shards=0, part=0, yes=False):
+    """Fill a folder with the validation shard and `shards` training shards, or with a part of one.
+
+    part: the number of tokens, or 0. Asks first, unless `yes` is set or nothing is missing. Raises
+    ValueError with one sentence if the user does not agree or the download fails.
+    """
+    if part:
+        names, size = [train_shard(1)], 2 * part
+    else:
+        names = [VALIDATION, *map(train_shard, range(1, min(LAST_SHARD, shards) + 1))]
+        size = SHARD_BYTES * sum(not (folder / name).exists() for name in names)
+    if size and not yes:
+        confirm(size, folder)
+    download(folder, names, part)
+    print(f"{folder} holds {len(names)} shards of FineWeb")
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -96,24 +102,16 @@ def main():
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("data/fineweb10B"), help="folder (data/fineweb10B)")
+    add("--shards", type=int, default=27, help="number of training shards (27, for record 7)")
     add("--part", type=int, default=0, metavar="TOKENS", help="first tokens of one training shard")
     add("--yes", action="store_true", help="download without asking")
-    args, settings = parser.parse_known_args()
+    args = parser.parse_args()
     try:
-        if args.part:
-            names, size = [train_shard(1)], 2 * args.part
-        else:
-            train = range(1, shards_for(settings) + 1)
-            names = [VALIDATION, *map(train_shard, train)]
-            size = SHARD_BYTES * sum(not (args.out / name).exists() for name in names)
-        if size and not args.yes:
-            confirm(size, args.out)
-        download(args.out, names, args.part)
+        fetch(args.out, args.shards, args.part, args.yes)
     except ValueError as error:
         sys.exit(f"data/fineweb.py: {error}")
     except KeyboardInterrupt:
         sys.exit("data/fineweb.py: stopped; run the same command again to continue")
-    print(f"{args.out} holds {len(names)} shards of FineWeb")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ def norm(x):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
 
 
-def rotate(x, base=10000.0):  # (B, T, H, D)
+def rotate(x):  # (B, T, H, D)
     D = x.size(-1)
-    frequencies = base ** -(torch.arange(0, D, 2, device=x.device) / D)
+    frequencies = 10000.0 ** -(torch.arange(0, D, 2, device=x.device) / D)
     angles = torch.outer(torch.arange(x.size(1), device=x.device), frequencies)
     turn = torch.polar(torch.ones_like(angles), -angles)[:, None, :]  # complex: x1 + i x2
     turned = torch.complex(x[..., : D // 2].float(), x[..., D // 2 :].float()) * turn
@@ -64,12 +64,12 @@ class PlainGPT(nn.Module):
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
-def plain_newton_schulz(G, steps=5, dtype=torch.bfloat16):
+def plain_newton_schulz(G, dtype=torch.bfloat16):
     X = G.to(dtype)
     X = X / (X.norm() + 1e-7)
     if G.size(0) > G.size(1):
         X = X.T
-    for _ in range(steps):
+    for _ in range(5):
         A = X @ X.T
         X = 3.4445 * X - 4.7750 * A @ X + 2.0315 * A @ (A @ X)
     return X.T if G.size(0) > G.size(1) else X

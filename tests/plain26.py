@@ -2,7 +2,7 @@
 
 It is eager and follows the published facts: dense masks, rows of tables looked up one by one, and
 explicit AdamW, NorMuon and cautious decay. Parameters have the names and shapes of
-train_gpt2.ModernGPT, so its state_dict can be loaded.
+train_modern.ModernGPT, so its state_dict can be loaded.
 """
 
 import math
@@ -164,25 +164,25 @@ class PlainTraining:
     """The optimizers and schedules of the modern model, as the public records describe them."""
 
     def __init__(self, model, args):
-        self.model, self.args, self.step, self.adamw_steps = model, args, 0, 0
+        self.model, self.args, self.step = model, args, 0
         self.state = {p: [torch.zeros_like(p), torch.zeros(())] for p in model.parameters()}
 
     def window(self):
         """Return the window of the long layers for the next step, in blocks."""
         progress = self.step / self.args.num_iterations
-        return max(1, math.ceil(self.args.window * progress / 128))
+        return max(1, math.ceil(self.args.attention_window * progress / 128))
 
     def momentum(self):
         """Return Muon's momentum for the next step."""
         total = self.args.num_iterations
-        rise = self.step / (self.args.muon_warmup_fraction * total)
-        fall = (total - self.step) / (self.args.muon_cooldown_fraction * total)
+        rise = self.step / (self.args.momentum_warmup_fraction * total)
+        fall = (total - self.step) / (self.args.momentum_cooldown_fraction * total)
         return 0.85 + (0.95 - 0.85) * min(rise, fall, 1)
 
     def rate_scale(self):
         """Return the factor of all learning rates for the next step."""
         left = (1 - self.step / self.args.num_iterations) / self.args.warmdown_fraction
-        return 1.0 if left >= 1 else left + (1 - left) * self.args.final_lr
+        return 1.0 if left >= 1 else left + (1 - left) * self.args.final_lr_fraction
 
     def adamw_options(self, name, p):
         """Return the learning rate and both betas of a parameter."""
@@ -200,15 +200,12 @@ class PlainTraining:
         """Take one step with the gradients of the model."""
         scale, momentum = self.rate_scale(), self.momentum()
         self.step += 1
-        is_due = self.step % self.args.adamw_every == 0
-        self.adamw_steps += is_due
         for name, p in self.model.named_parameters():
             if ".c_" in name:
                 self.muon_update(name, p, scale, momentum)
-                p.grad = None
-            elif is_due:
+            else:
                 self.adamw_update(name, p, scale)
-                p.grad = None
+            p.grad = None
 
     def muon_update(self, name, p, scale, momentum):
         """Apply NorMuon with cautious weight decay."""
@@ -219,7 +216,7 @@ class PlainTraining:
         average, squares = self.state[p]
         average += (1 - momentum) * (p.grad - average)
         update = plain_newton_schulz(p.grad.lerp(average, momentum), dtype=torch.float32)
-        update = update.bfloat16().float()  # as zeropower_via_newtonschulz5 returns it
+        update = update.bfloat16().float()  # as orthogonalize returns it
         length = update.norm()
         size = (update**2).mean(1 if p.size(0) >= p.size(1) else 0, keepdim=True)
         squares = 0.95 * squares + 0.05 * size
@@ -231,12 +228,12 @@ class PlainTraining:
         p -= rate * shape_factor * update + rate * decay * p * same_sign
 
     def adamw_update(self, name, p, scale):
-        """Apply AdamW without decay. p.grad is the sum of the steps since the last update."""
+        """Apply AdamW without decay."""
         rate, beta1, beta2 = self.adamw_options(name, p)
         first, second = self.state[p]
         first = beta1 * first + (1 - beta1) * p.grad
         second = beta2 * second + (1 - beta2) * p.grad**2
         self.state[p] = [first, second]
-        mean = first / (1 - beta1**self.adamw_steps)
-        deviation = (second / (1 - beta2**self.adamw_steps)).sqrt() + 1e-10
+        mean = first / (1 - beta1**self.step)
+        deviation = (second / (1 - beta2**self.step)).sqrt() + 1e-10
         p -= scale * rate * mean / deviation

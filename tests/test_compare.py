@@ -3,18 +3,18 @@
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import compare
 import numpy as np
 import pytest
 import repeat
 import runlog
-from conftest import SCRIPT, options
+import train_modern
+from conftest import MODERN, MODERN_SCRIPT, SCRIPT, options
 from scipy import stats
 from test_records import write_group, write_log
 
-from train_gpt2 import main, parse_args
+from train_gpt2 import RECIPE, main, parse_args
 
 
 # ---- compare.py ---------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
         ({"stopped_at": 30}, {}, TARGET, "unfinished at step 30 of 40"),
         ({"loss": float("nan")}, {}, TARGET, "diverged at step 40"),
         ({"batch_size": 8}, {}, TARGET, "in: batch_size 8 against 4"),
-        ({"source": "another"}, {}, TARGET, "in: source of train_gpt2.py"),
+        ({"source": "another"}, {}, TARGET, "in: source of the script"),
         ({"torch": "2.5.1"}, {}, TARGET, "in: torch 2.5.1 against 2.13.0"),
         ({"processes": 2}, {}, TARGET, "these runs differ in number of processes"),
         ({}, {"val_data": "cc"}, AGAINST, "these runs differ in validation data"),
@@ -60,7 +60,6 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
         ({}, {"val_tokens": 72}, AGAINST, "these runs differ in number of validation tokens"),
         ({}, {"sequence_length": 4}, AGAINST, "these runs differ in sequence_length"),
         ({}, {"matmul_dtype": "bfloat16"}, AGAINST, "these runs differ in dtype of matmuls"),
-        ({}, {"first": 21}, AGAINST, "these runs differ in schedule"),
         ({}, {"num_iterations": 20}, AGAINST, "a read 1,280 tokens and b 640: the first side may"),
         ({}, {"loss": 1.2}, AGAINST, "all losses of b are {1.2}: a test needs some spread"),
         ({}, {}, "--target=1.5 --n=5", "a has 3 runs, but n=5 was fixed in advance"),
@@ -82,15 +81,18 @@ def test_incomparable_runs_are_rejected(third, other, arguments, sentence, tmp_p
 
 
 # ---- repeat.py ----------------------------------------------------------------------------------
-def test_a_series_of_seeds_is_trained_and_extended(tiny, monkeypatch, capsys):
-    def run_here(command):
-        assert command[:2] == [sys.executable, SCRIPT]
-        main(parse_args(command[2:]))
-        return SimpleNamespace(returncode=0)
+@pytest.mark.parametrize("word", ["", "modern"])
+def test_a_series_of_seeds_is_trained_and_extended(word, tiny, monkeypatch, capsys):
+    script, recipe = (MODERN_SCRIPT, train_modern.RECIPE) if word else (SCRIPT, RECIPE)
 
-    monkeypatch.setattr(repeat, "subprocess", SimpleNamespace(run=run_here))
-    monkeypatch.setattr(repeat, "signal", SimpleNamespace(SIGINT=0, signal=lambda *_: None))
-    settings = ["--run_id=mine", "--target_val_loss=4", *options(tiny)]
+    def run_here(command):
+        assert command[:2] == [sys.executable, script]
+        main(parse_args(command[2:], recipe), recipe)
+        return 0
+
+    monkeypatch.setattr(repeat, "run_child", run_here)
+    settings = [*filter(None, [word]), "--run_id=mine", "--target_val_loss=4"]
+    settings += options(tiny | (MODERN if word else {}))
     repeat.main(["2", *settings])
     repeat.main(["3", *settings])
     logs = [Path(tiny["log_dir"], f"mine_seed{seed}.txt") for seed in (1, 2, 3)]

@@ -5,17 +5,21 @@ CPU, to try the tests themselves.
 """
 
 import copy
+import functools
 import re
 import subprocess
 import sys
 
+import muon
 import pytest
 import test_modern
 import torch
 import torch.nn.functional as F
+import train_modern
 from conftest import MODERN, ROOT, both_dtypes, options, run_here, run_ranks
 from plain import plain_newton_schulz
 from test_model import make_batch, make_model
+from test_muon import both_files
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_gpt2
@@ -44,12 +48,15 @@ def test_the_model_gets_a_fused_kernel(device):
         assert found[1] in ("Cudnn", "Flash")
 
 
+@both_files
 @pytest.mark.parametrize("shape", [(768, 768), (3072, 768), (768, 3072), (4, 128, 128)])
-def test_newton_schulz_is_the_plain_iteration(shape, device):
+def test_newton_schulz_is_the_plain_iteration(shape, orthogonalize, device):
+    if len(shape) == 3 and orthogonalize is not muon.orthogonalize:
+        pytest.skip("train_gpt2.py takes one matrix")
     torch.manual_seed(0)
     G = torch.randn(shape)
     exact = [plain_newton_schulz(M, dtype=torch.float64) for M in G.view(-1, *shape[-2:])]
-    out = train_gpt2.zeropower_via_newtonschulz5(G.to(device))
+    out = orthogonalize(G.to(device), torch.bfloat16)
     assert out.dtype == torch.bfloat16 and out.device == device and out.shape == shape
     assert error(out, torch.stack(exact).view(shape)) < 0.03  # rounding alone: 0.010 to 0.025
     S = torch.linalg.svdvals(out.double().cpu())
@@ -101,10 +108,10 @@ def test_masked_attention_on_a_gpu_equals_that_of_the_cpu(device):
             assert error(grad, exact_grads[name].double()) < 1e-3, name
 
 
-def five_steps(settings, device):
+def five_steps(recipe, settings, device):
     """Return the losses of five steps and evaluations, and the number of graphs at each step."""
-    args = Hyperparameters(**{**settings, "device": device.type})
-    run = train_gpt2.set_up(args, train_gpt2.StopRequest())
+    args = recipe.settings(**{**settings, "device": device.type})
+    run = train_gpt2.set_up(args, recipe, train_gpt2.StopRequest())
     if args.compile:
         train_gpt2.compile_model(run)
     losses, graphs = [], []
@@ -115,11 +122,15 @@ def five_steps(settings, device):
     return losses, graphs
 
 
-@pytest.mark.parametrize("more", [{}, MODERN], ids=["gpt2", "modern"])
-def test_a_compiled_step_is_the_eager_one_in_two_graphs(more, tiny, device):
+@pytest.mark.parametrize(
+    "recipe, more",
+    [(train_gpt2.RECIPE, {}), (train_modern.RECIPE, MODERN)],
+    ids=["gpt2", "modern"],
+)
+def test_a_compiled_step_is_the_eager_one_in_two_graphs(recipe, more, tiny, device):
     settings = {**tiny, "n_embd": 64, **more}
-    eager, none = five_steps(settings, device)
-    compiled, graphs = five_steps({**settings, "compile": True}, device)
+    eager, none = five_steps(recipe, settings, device)
+    compiled, graphs = five_steps(recipe, {**settings, "compile": True}, device)
     assert compiled == pytest.approx(eager, rel=1e-2) and eager[-1] < 0.9 * eager[0]
     assert (none, graphs) == ([0] * 5, [2] * 5)  # compile_model compiles training and validation
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -129,23 +140,30 @@ def test_a_compiled_step_is_the_eager_one_in_two_graphs(more, tiny, device):
 MATRICES = [(128, 128)] * 5 + [(512, 128)] * 2 + [(128, 512), (640, 640)]
 
 
-def muon_steps(rank, world_size, device):
-    """Return the parameters after three steps of Muon. All ranks share the device."""
+def muon_steps(rank, world_size, make_muon, device):
+    """Return the parameters after three steps of a Muon. All ranks share the device."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape).to(device)) for shape in MATRICES]
-    options = dict(weight_decay=0.1, beta2=0.95, cautious=True)
-    muon = train_gpt2.Muon(params, lr=0.02, rank=rank, world_size=world_size, **options)
+    optimizer = make_muon(params, lr=0.02, rank=rank, world_size=world_size)
     for _ in range(3):
         for p in params:
             p.grad = torch.randn(p.shape).to(device)
-        muon.step()
+        optimizer.step()
     return [p.detach().cpu() for p in params]
 
 
-def test_two_ranks_on_one_device_equal_one_rank_to_the_bit(device, tmp_path):
+@pytest.mark.parametrize(
+    "make_muon",
+    [
+        train_gpt2.Muon,
+        functools.partial(muon.Muon, weight_decay=0.1, beta2=0.95, cautious=True),
+    ],
+    ids=["train_gpt2.py", "muon.py"],
+)
+def test_two_ranks_on_one_device_equal_one_rank_to_the_bit(make_muon, device, tmp_path):
     """The ranks use gloo, because NCCL allows only one rank per device."""
-    (alone,) = run_ranks(muon_steps, 1, tmp_path / "alone", device)
-    for params in run_ranks(muon_steps, 2, tmp_path / "ranks", device):
+    (alone,) = run_ranks(muon_steps, 1, tmp_path / "alone", make_muon, device)
+    for params in run_ranks(muon_steps, 2, tmp_path / "ranks", make_muon, device):
         assert [torch.equal(p, q) for p, q in zip(params, alone)] == [True] * len(alone)
 
 
@@ -155,11 +173,12 @@ def test_two_ranks_on_one_device_equal_one_rank_to_the_bit(device, tmp_path):
 @pytest.mark.parametrize("after", ["device", "cpu"])
 def test_a_run_resumes_on_any_device(before, after, dtype, tiny, device):
     kinds = {"device": device.type, "cpu": "cpu"}
-    settings = {**tiny, "dtype": dtype, "save_every": 3}
+    settings = {**tiny, "dtype": dtype}
     with sdpa_kernel(SDPBackend.MATH):  # the other kernels are not bit-reproducible
         whole = run_here(settings, device=kinds[before], run_id="whole")
-        settings["resume"] = f"{tiny['log_dir']}/whole/state_step0000000003.pt"
-        resumed = run_here(settings, device=kinds[after], run_id="resumed")
+        settings |= {"run_id": "part", "resume": "auto"}
+        assert run_here(settings, 3, device=kinds[before]) is None
+        resumed = run_here(settings, device=kinds[after])
     assert resumed == (whole if kinds[before] == kinds[after] else pytest.approx(whole, abs=1e-2))
 
 

@@ -35,7 +35,8 @@ def run(capsys, path, *arguments):
 
 def test_validation_tokens_give_the_loss_of_the_run(trained_run, capsys):
     _, args, state = weights.load(trained_run / "model.pt")
-    training = train_gpt2.set_up(args, train_gpt2.StopRequest())
+    recipe = weights.recipe_of(state["script"])
+    training = train_gpt2.set_up(args, recipe, train_gpt2.StopRequest())
     training.model.load_state_dict(state["model"])
     exact = train_gpt2.evaluate(training)
     assert exact == pytest.approx(state["val_loss"], abs=1e-6)
@@ -81,7 +82,7 @@ def test_gpt2_tokens_have_the_bytes_of_their_text(gpt2_vocabulary, tmp_path, cap
     path = write_uniform_model(tmp_path, vocab_size=50304)
     text = "The größte 🎈 <|endoftext|> said:\n\n    def  f(x)…" * 3
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    encoding = weights.encoding_of({"facts": {"encoding": None}}, Hyperparameters())
+    encoding = weights.encoding_of({"fixed": {"encoding": None}}, Hyperparameters())
     tokens = encoding.encode_ordinary(text)
     write_shard(tmp_path / "b.bin", [50256, *tokens, 50256])
     table, _ = run(capsys, path, tmp_path / "a.txt", tmp_path / "b.bin")

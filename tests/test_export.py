@@ -14,6 +14,7 @@ import export
 import pytest
 import tiktoken
 import torch
+import train_modern
 import transformers
 import weights
 from conftest import ROOT, run_tool, small_state, write_weights
@@ -50,10 +51,10 @@ def modern(modern_run, tmp_path_factory):
     return exported(modern_run / "model.pt", tmp_path_factory.mktemp("modern") / "exported")
 
 
-def random_run(folder, **settings):
+def random_run(folder, recipe=train_gpt2.RECIPE, **settings):
     """Write an untrained model with random weights; return its folder."""
     torch.manual_seed(0)
-    state = small_state(**settings)
+    state = small_state(recipe, **settings)
     for tensor in state["model"].values():
         tensor += 0.2 * torch.randn_like(tensor)
     write_weights(folder / "model.pt", state)
@@ -62,10 +63,10 @@ def random_run(folder, **settings):
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory):
-    """A modern model with windows of 3 blocks and 1, and with all that a Layer can have."""
+    """A modern model with windows of 3 blocks and 1, and with all that a layer can have."""
     folder = random_run(
-        tmp_path_factory.mktemp("windowed"), model="modern", n_layer=8, n_head=2, n_embd=16,
-        sequence_length=512, window=300, document_token=256, ngram_rows=50,
+        tmp_path_factory.mktemp("windowed"), train_modern.RECIPE, n_layer=8, n_head=2, n_embd=16,
+        sequence_length=512, attention_window=300, document_token=256, ngram_rows=50,
     )  # fmt: skip
     return exported(folder / "model.pt", folder / "exported")
 
@@ -197,8 +198,10 @@ def test_the_folder_holds_float32_weights_settings_and_code(each):
     config = model.config
     card = (folder / "README.md").read_text()
     run = json.loads(re.search(r"```json\n(.*?)```", card, re.S)[1])
-    for name in train_gpt2.settings_with_role(train_gpt2.Hyperparameters(), "architecture"):
-        assert getattr(config, name) == run[name]
+    for name, value in run.items():
+        if name != "dtype":
+            assert getattr(config, name) == value
+    assert {"n_layer", "num_iterations"} < run.keys() and not {"train_files", "init"} & run.keys()
     assert config.max_position_embeddings == run["sequence_length"]
     assert config.hidden_size == run["n_embd"]
     assert f"transformers 4.57.1 to {transformers.__version__};" in card
@@ -206,14 +209,28 @@ def test_the_folder_holds_float32_weights_settings_and_code(each):
     assert (folder / "train_gpt2.py").read_text() == (ROOT / "train_gpt2.py").read_text()
 
 
+def test_an_export_is_a_package_of_its_own(each):
+    """It neither imports the script by a name that others could have, nor changes sys.path."""
+    folder, gpt, model = each
+    names = [path.stem for path in folder.glob("*.py")]
+    own = ["muon", "train_modern"] if hasattr(gpt, "ngrams") else []
+    assert sorted(names) == sorted(["modeling_gpt2_speedrun", "train_gpt2", *own])
+    for name in names:
+        needed = transformers.dynamic_module_utils.get_imports(folder / f"{name}.py")
+        assert not {*names, "pack", "weights"} & {*needed}
+    package = type(model).__module__.rpartition(".")[0]
+    assert type(model.gpt).__module__ in {f"{package}.{name}" for name in names}
+    assert not [path for path in sys.path if path.startswith(sys.modules[package].__path__[0])]
+
+
 def test_transformers_4_and_5_read_the_same_from_the_folder(each, monkeypatch):
     """Values with other defaults in transformers 4 are written; versions below 4.57.1 refused."""
     folder, _, model = each
     contents = {path.name: json.loads(path.read_text()) for path in folder.glob("*config.json")}
-    is_gpt2 = model.config.model == "gpt2"
+    is_tied = not hasattr(model.gpt, "ngrams")
     token_ids = dict(bos_token_id=256, eos_token_id=256, pad_token_id=255)
     generation = token_ids | dict(use_cache=False)
-    settings = generation | dict(tie_word_embeddings=is_gpt2, dtype="float32")
+    settings = generation | dict(tie_word_embeddings=is_tied, dtype="float32")
     assert contents["config.json"].items() >= settings.items()
     assert contents["generation_config.json"].items() >= generation.items()
     assert contents["tokenizer_config.json"]["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -225,32 +242,45 @@ def test_transformers_4_and_5_read_the_same_from_the_folder(each, monkeypatch):
 EDITS = {  # another activation, with a new setting
     "F.relu(self.c_fc(x)).square()": "F.gelu(self.slope * self.c_fc(x))",
     "        self.c_fc = ": "        self.slope = args.slope\n        self.c_fc = ",
-    "    equal_keys: bool": '    slope: float = ROLE(1.0, "of the MLP")\n    equal_keys: bool',
+    "    # Training\n": '    slope: float = setting(1.0, "of the MLP")\n\n    # Training\n',
+    "MAY_CHANGE = {": "MAY_CHANGE = {FREE",
 }
 
 
-@pytest.mark.parametrize("role", ["architecture", "training"])
-def test_an_edited_model_is_exported_as_edited_or_not_at_all(role, tmp_path):
-    """Only settings with the role "architecture" are written."""
+def export_by_a_copy(tmp_path, script, **settings):
+    """Export a random model with the tools in a copy of the repository, in which a script differs.
+
+    Return (the CompletedProcess, the content of model.pt).
+    """
+    path = random_run(tmp_path, n_layer=2, n_embd=32) / "model.pt"
+    state = torch.load(path) | {"script": script}
+    state["hyperparameters"] |= settings
+    write_weights(path, state)
+    command = [sys.executable, tmp_path / "records" / "tools" / "export.py"]
+    command += ["--weights", path, "--out", tmp_path / "out"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120), state
+
+
+@pytest.fixture
+def copied(tmp_path):
     for path in [ROOT / "train_gpt2.py", *ROOT.glob("data/*.py"), *ROOT.glob("records/tools/*.py")]:
-        edited_path = tmp_path / path.relative_to(ROOT)
-        edited_path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, edited_path)
+        copied_path = tmp_path / path.relative_to(ROOT)
+        copied_path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copied_path)
+
+
+@pytest.mark.parametrize("is_free", [False, True])
+def test_an_edited_model_is_exported_as_edited_or_not_at_all(is_free, copied, tmp_path):
+    """Settings that a resumed run may change are not written."""
     script = tmp_path / "train_gpt2.py"
     code = script.read_text()
     for old, new in EDITS.items():
         assert code.count(old) == 1
-        code = code.replace(old, new.replace("ROLE", role))
+        code = code.replace(old, new.replace("FREE", '"slope",' if is_free else ""))
     script.write_text(code)
-    path = random_run(tmp_path, n_layer=2, n_embd=32) / "model.pt"
-    state = torch.load(path)
-    state["hyperparameters"]["slope"] = 0.5
-    write_weights(path, state)
-    command = [sys.executable, tmp_path / "records" / "tools" / "export.py"]
-    command += ["--weights", path, "--out", tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if role == "training":
-        assert done.returncode == 1 and 'needs the role "architecture"' in done.stderr
+    done, state = export_by_a_copy(tmp_path, "train_gpt2.py", slope=0.5)
+    if is_free:
+        assert done.returncode == 1 and "must not be in MAY_CHANGE" in done.stderr
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.partial"))
         return
     assert (done.returncode, done.stderr) == (0, "")
@@ -262,6 +292,41 @@ def test_an_edited_model_is_exported_as_edited_or_not_at_all(role, tmp_path):
     tokens = random_tokens(2, 16)
     logits = load_model(tmp_path / "out")(tokens).logits
     assert close(logits, gpt(tokens)) and not close(logits, unedited(tokens))
+
+
+IDEA = """import dataclasses
+
+import train_gpt2
+from train_gpt2 import GPT
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(train_gpt2.Hyperparameters):
+    slope: float = 1.0
+
+
+class Sloped(GPT):
+    def __init__(self, args, dtype):
+        super().__init__(args, dtype)
+        self.slope = args.slope
+
+    def forward(self, inputs, targets=None):
+        return self.slope * super().forward(inputs, targets)
+
+
+RECIPE = train_gpt2.RECIPE._replace(script="my_idea.py", settings=Settings, build_model=Sloped)
+"""
+
+
+def test_the_model_of_a_users_script_is_exported(copied, tmp_path):
+    (tmp_path / "my_idea.py").write_text(IDEA)
+    done, state = export_by_a_copy(tmp_path, "my_idea.py", slope=0.5)
+    assert (done.returncode, done.stderr) == (0, "")
+    del state["hyperparameters"]["slope"]
+    gpt = train_gpt2.GPT(train_gpt2.Hyperparameters(**state["hyperparameters"]))
+    gpt.load_state_dict(state["model"])
+    tokens = random_tokens(2, 16)
+    assert close(load_model(tmp_path / "out")(tokens).logits, 0.5 * gpt(tokens))
 
 
 def test_the_card_says_how_the_model_was_trained_and_its_example_runs(

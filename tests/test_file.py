@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 
+import muon
 import pytest
 import torch
+import train_modern
 from conftest import ROOT, SCRIPT, last_bits, losses, run_here, run_subprocess, validations
 
 import train_gpt2
-from train_gpt2 import PRESETS, Hyperparameters
 
 
 def test_it_imports_only_torch_and_numpy():
@@ -75,25 +76,25 @@ def test_importing_it_has_no_side_effects(tmp_path):
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
-def test_the_help_explains_every_setting_and_preset(capsys, monkeypatch):
-    n_layer = Hyperparameters.__dataclass_fields__["n_layer"]
-    monkeypatch.setattr(n_layer, "metadata", {**n_layer.metadata, "help": "100% of blocks"})
-    with pytest.raises(SystemExit):
-        train_gpt2.parse_args(["--help"])
+@pytest.mark.parametrize("recipe", [train_gpt2.RECIPE, train_modern.RECIPE], ids=["7", "modern"])
+def test_the_help_explains_every_setting_and_lists_the_presets(recipe, capsys, monkeypatch):
+    n_layer = recipe.settings.__dataclass_fields__["n_layer"]
+    monkeypatch.setattr(n_layer, "metadata", {"help": "100% of blocks"})
+    with pytest.raises(SystemExit, match="0"):
+        train_gpt2.parse_args(["--help"], recipe)
     words = " ".join(capsys.readouterr().out.split())
-    assert " ".join(train_gpt2.__doc__.split()) in words
-    for field in dataclasses.fields(Hyperparameters):
+    assert " ".join(recipe.settings.__doc__.split()) in words
+    assert f" --preset {{{','.join(recipe.presets)}}} settings to start from " in words
+    for field in dataclasses.fields(recipe.settings):
         default = str(field.default) or "''"
-        assert f" --{field.name} {default} {field.metadata['help']} " in words, field.name
-    for name, (text, _) in PRESETS.items():
-        assert f"{name} {text}" in words
+        assert f" --{field.name} {default} {field.metadata['help']} " in f"{words} ", field.name
 
 
 def run_examples_of_readme():
-    """Run the Python examples of README, one after the other; return the names they define."""
+    """Run README's Python examples of Muon in order; return the names they define."""
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     names = {}
-    for example in examples:
+    for example in (example for example in examples if "muon" in example.lower()):
         exec(compile(example, "README.md", "exec"), names)
     return names
 
@@ -105,10 +106,10 @@ def test_the_short_muon_in_readme_equals_the_real_one(shape):
     muon_step = run_examples_of_readme()["muon_step"]
     weight, momentum = torch.randn(shape), torch.zeros(shape)
     parameter = torch.nn.Parameter(weight.clone())
-    muon = train_gpt2.Muon([parameter], lr=0.01, momentum=0.9, dtype=torch.float32)
+    optimizer = muon.Muon([parameter], lr=0.01, momentum=0.9, dtype=torch.float32)
     for _ in range(5):
         parameter.grad = torch.randn(shape)
-        muon.step()
+        optimizer.step()
         muon_step(weight, parameter.grad, momentum, lr=0.01, mu=0.9)
     torch.testing.assert_close(parameter.detach(), weight, rtol=0, atol=1e-3)
 

@@ -12,12 +12,13 @@ import time
 
 import fineweb
 import numpy as np
+import prepare
 import pytest
 from conftest import ROOT, write_shard
 
 NAMES = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
 TARGET = NAMES[1]  # the file that meets the fault
-TWO_SHARDS = ["--batch_size=10", "--sequence_length=10000", "--num_iterations=1000"]
+TWO_SHARDS = ["--shards=2"]
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -154,16 +155,16 @@ def test_a_download_needs_consent_on_a_terminal_or_yes(hub, answer):
     "settings, shards",
     [
         ([], 27),
-        (["--preset=modern"], 6),
+        (["modern"], 6),
+        (["modern", "--preset=modern_24gb", "--num_iterations=762"], 2),
         (["--num_iterations=3"], 1),
-        ([*TWO_SHARDS[:2], "--num_iterations=999"], 1),
-        (TWO_SHARDS, 2),
-        (["--num_iterations=100000", "--allow_repeat=True"], 103),
+        (["--batch_size=10", "--sequence_length=10000", "--num_iterations=999"], 1),
+        (["--batch_size=10", "--sequence_length=10000", "--num_iterations=1000"], 2),
     ],
 )
 def test_a_run_gets_the_shards_that_it_needs(settings, shards):
     """A run reads one more token than its steps have inputs."""
-    assert fineweb.shards_for(settings) == shards
+    assert prepare.shards_for(prepare.read_settings(settings)) == shards
 
 
 def test_a_part_of_a_shard_is_a_shard_of_its_own(hub):

@@ -38,7 +38,7 @@ def open_ranks(pattern, batch_size, T, world_size, shuffle_seed=None):
 def global_batch(loaders, step):
     """Return (inputs, targets) of a step: the parts of all ranks, put together."""
     inputs, targets = zip(*[loader.batch(step) for loader in loaders])
-    shape = loaders[0].batch_size // len(loaders), loaders[0].T
+    shape = loaders[0].batch_size // len(loaders), loaders[0].sequence_length
     for part in inputs + targets:
         assert part.dtype == torch.int64 and part.shape == shape and part.is_contiguous()
     return torch.cat(inputs), torch.cat(targets)
@@ -221,5 +221,5 @@ def test_the_folder_of_a_pattern_may_have_the_characters_of_a_pattern(tmp_path):
     pattern = fresh_shards(folder, [range(9)])
     assert TokenStream(pattern, 100).paths == [str(folder / "s_0.bin")]
     for shape in (tmp_path / "?v1*" / "s_?.bin", tmp_path / "*" / "s_0.bin"):
-        with pytest.raises(UserError, match=r"no file matches .* only in a file's name"):
+        with pytest.raises(UserError, match=r"no file matches .* only in the file name"):
             TokenStream(str(shape), 100)

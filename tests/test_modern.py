@@ -2,43 +2,44 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, take_step
-from plain26 import PlainModern, PlainTraining
+import train_modern
+from conftest import MODERN_SCRIPT, SCRIPT, TINY, take_step
+from plain26 import PlainModern, PlainTraining, ngram_rows
 from test_model import gradients
 from torch import nn
-
-import train_gpt2
-from train_gpt2 import (
-    Hyperparameters,
+from train_modern import (
+    RECIPE,
+    ModernGPT,
+    ModernSettings,
+    NgramTable,
     apply_schedule,
     attention_mask,
-    build_model,
     build_optimizers,
-    lr_scale_at,
-    momentum_at,
-    window_blocks_at,
 )
+
+import train_gpt2
 
 # The modern model in small: packed documents of random lengths, windows of 1 to 4 blocks.
 SMALL = {
-    **TINY, "model": "modern", "n_layer": 9, "n_head": 2, "n_embd": 32, "ngram_rows": 997,
-    "max_ngram": 3, "window": 480, "document_token": 3, "sequence_length": 512, "batch_size": 2,
-    "device_batch_size": 1, "num_iterations": 12, "adamw_every": 2, "warmdown_fraction": 6 / 12,
-    "final_lr": 0.15, "learning_rate": 0.01, "embedding_learning_rate": 0.1,
+    **TINY, "n_layer": 9, "n_head": 2, "n_embd": 32, "ngram_rows": 997, "max_ngram": 3,
+    "attention_window": 480, "document_token": 3, "sequence_length": 512, "batch_size": 2,
+    "device_batch_size": 1, "num_iterations": 12, "warmdown_fraction": 6 / 12,
+    "final_lr_fraction": 0.15, "learning_rate": 0.01, "embedding_learning_rate": 0.1,
     "muon_learning_rate": 0.03 / 32**0.5, "muon_weight_decay": 32**0.5,
-    "muon_warmup_fraction": 4 / 12, "muon_cooldown_fraction": 5 / 12,
+    "momentum_warmup_fraction": 4 / 12, "momentum_cooldown_fraction": 5 / 12,
 }  # fmt: skip
 
 
 def make_model(dtype="float32", **changes):
     """Return a small modern model and its settings. No weight is zero or equal to another."""
-    args = Hyperparameters(**{**SMALL, "dtype": dtype, **changes})
+    args = ModernSettings(**{**SMALL, "dtype": dtype, **changes})
     torch.manual_seed(0)
-    model = build_model(args, getattr(torch, dtype))
+    model = ModernGPT(args, getattr(torch, dtype))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim < 2:
@@ -56,7 +57,7 @@ def make_batch(args, rows=2, seed=1):
     shape = (rows, args.sequence_length + 1)
     tokens = torch.randint(4, args.vocab_size, shape, generator=generator)
     starts = torch.rand(shape, generator=generator) < 1 / 90
-    tokens[starts] = args.document_token if args.window else 3
+    tokens[starts] = args.document_token if args.attention_window else 3
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -80,7 +81,7 @@ def loss_and_gradients(model, *batch):
         ({}, 1), ({}, 2), ({}, 3), ({}, 4), ({"n_layer": 8}, 3), ({"n_layer": 4}, 2),
         ({"n_layer": 3}, 3), ({"n_layer": 2}, 4), ({"n_layer": 1}, 2),
         ({"n_layer": 4, "ngram_rows": 0, "max_ngram": 2}, 2),
-        ({"n_layer": 4, "window": 0, "document_token": 50256}, 8),  # all tokens before
+        ({"n_layer": 4, "attention_window": 0, "document_token": 50256}, 8),  # all earlier tokens
     ],
 )  # fmt: skip
 def test_loss_and_gradients_are_those_of_the_plain_model(changes, window):
@@ -115,9 +116,11 @@ def test_in_bfloat16_they_agree_up_to_rounding(n_layer):
 @pytest.mark.parametrize("n_layer, length", [(8, 384), (4, 256)])
 def test_a_run_follows_the_plain_training_step_by_step(n_layer, length):
     """Through momentum's warm-up and cooldown, the growing window and the decay of the rates."""
-    model, args = make_model(n_layer=n_layer, sequence_length=length, window=length)
+    model, args = make_model(n_layer=n_layer, sequence_length=length, attention_window=length)
     plain = plain_model(model, args)
     optimizers, training = build_optimizers(model, args), PlainTraining(plain, args)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["initial_lr"] = group["lr"]  # as set_up does
     for step in range(args.num_iterations):
         inputs, targets = make_batch(args, seed=step)
         apply_schedule(model, optimizers, step, args)
@@ -134,11 +137,11 @@ def test_a_run_follows_the_plain_training_step_by_step(n_layer, length):
 # ---- Presets and schedules -----------------------------------------------------------------------
 @pytest.mark.parametrize("preset", ["modern", "modern_24gb"])
 def test_the_presets_have_the_values_of_the_public_records(preset):
-    args = train_gpt2.parse_args([f"--preset={preset}"])
+    args = train_gpt2.parse_args([f"--preset={preset}"], RECIPE)
     assert args.batch_size * args.sequence_length == 262_144
     assert args.val_tokens == 10_485_760
     with torch.device("meta"):
-        model = build_model(args, torch.bfloat16)
+        model = ModernGPT(args, torch.bfloat16)
     C, V = 768, 50304
     matrices = 10 * 4 * C**2 + 11 * 8 * C**2  # attention, MLP
     tables = 2 * V * C + 5 * V * C + 5 * V * C  # tokens and head, values, n-grams
@@ -163,17 +166,20 @@ def test_the_presets_have_the_values_of_the_public_records(preset):
 
 
 def test_11_layers_are_those_of_the_public_records():
-    layers = train_gpt2.modern_layers(11)
-    found = {name: [i for i in range(11) if getattr(layers[i], name)] for name in layers[0]._fields}
-    assert found == dict(
-        has_attention=[0, 1, 2, 3, 4, 5, 7, 8, 9, 10], has_value_table=[1, 2, 8, 9, 10],
-        is_long=[3, 10], starts_skip=[3], ends_skip=[6], is_saved=[7], reads_saved=[8, 9, 10],
-    )  # fmt: skip
+    with torch.device("meta"):
+        model = ModernGPT(ModernSettings(n_layer=11, ngram_rows=0))
+    assert model.long_layers == {3, 10} and model.saved_layer == 7
+    assert (model.skip_start, model.skip_end) == (3, 6)
+    attentions = [block.attn for block in model.h]
+    assert [i for i in range(11) if attentions[i] is None] == [6]
+    rest = [(i, attention) for i, attention in enumerate(attentions) if attention is not None]
+    assert [i for i, attention in rest if attention.value_table is not None] == [1, 2, 8, 9, 10]
+    assert [i for i, attention in rest if attention.has_offset_keys] == [3, 10]
 
 
 def test_new_weights_have_the_distributions_of_the_public_records():
-    args = Hyperparameters(model="modern", n_layer=11, n_embd=384, vocab_size=512, ngram_rows=99)
-    model = build_model(args, torch.float32)
+    shape = dict(n_layer=11, n_embd=384, vocab_size=512, ngram_rows=99)
+    model = ModernGPT(ModernSettings(**shape, attention_window=0))
     for name, p in model.named_parameters():
         if name == "wte.weight":
             assert p.std().item() == pytest.approx(1, rel=0.02), name
@@ -192,12 +198,12 @@ def test_new_weights_have_the_distributions_of_the_public_records():
     assert model.skip_weight.item() == pytest.approx(1 / (1 + math.exp(1.5)), abs=0.003)
 
 
-def test_equal_keys_find_the_token_after_an_earlier_copy(monkeypatch):
-    args = Hyperparameters(
-        model="modern", n_layer=2, n_head=1, n_embd=128, vocab_size=512, equal_keys=True
-    )
+def test_offset_keys_find_the_token_after_an_earlier_copy(monkeypatch):
+    """In layer 1, where queries look for keys like themselves. In layer 0, they do not."""
+    shape = dict(n_layer=2, n_head=1, n_embd=128, vocab_size=512, ngram_rows=0)
     torch.manual_seed(0)
-    model = build_model(args, torch.float32)
+    model = ModernGPT(ModernSettings(**shape, attention_window=0))
+    model.h[1].attn.c_k.weight = model.h[1].attn.c_q.weight
     best_keys = []
 
     def attend(q, k, v, mask):
@@ -205,40 +211,68 @@ def test_equal_keys_find_the_token_after_an_earlier_copy(monkeypatch):
         best_keys.append(scores.argmax(1))
         return v
 
-    monkeypatch.setattr(train_gpt2, "attend", attend)
+    monkeypatch.setattr(train_modern, "attend", attend)
     model(torch.randperm(512)[:64].repeat(2)[None])
     copies = torch.arange(65, 128)  # without the first, because the first key is not offset
     found = [(keys[copies] == copies - 64 + 1).float().mean() for keys in best_keys]
     assert found[0] < 0.1 and found[1] > 0.9
 
 
+def schedule_at(step, args, recipe=RECIPE):
+    """Return the factor of the learning rates, Muon's momentum and the window, in blocks."""
+    group = dict(initial_lr=1.0, momentum=args.muon_momentum)
+    model = SimpleNamespace(window_blocks=torch.tensor(0))
+    recipe.apply_schedule(model, [SimpleNamespace(param_groups=[group])], step, args)
+    return group["lr"], group["momentum"], model.window_blocks.item()
+
+
 @pytest.mark.parametrize("preset", ["modern", "modern_24gb"])
 def test_the_schedule_is_that_of_the_public_records(preset):
-    args = train_gpt2.parse_args([f"--preset={preset}"])
+    args = train_gpt2.parse_args([f"--preset={preset}"], RECIPE)
     last = args.num_iterations
+    scales, momenta, windows = zip(*[schedule_at(step, args) for step in range(last + 1)])
     steps = [0, 1, 150, 300, 301, last // 2, last - 50, last - 25, last]
-    momenta = [0.85, 0.85 + 0.1 / 300, 0.9, 0.95, 0.95, 0.95, 0.95, 0.9, 0.85]
-    assert [momentum_at(step, args) for step in steps] == pytest.approx(momenta)
+    expected = [0.85, 0.85 + 0.1 / 300, 0.9, 0.95, 0.95, 0.95, 0.95, 0.9, 0.85]
+    assert [momenta[step] for step in steps] == pytest.approx(expected)
     decay = round(0.55 * last)
     steps = [0, last - decay, last - decay // 2, last]
-    scales = [1, 1, 0.15 + 0.85 / 2, 0.15]
-    assert [lr_scale_at(step, args) for step in steps] == pytest.approx(scales, abs=1e-3)
+    expected = [1, 1, 0.15 + 0.85 / 2, 0.15]
+    assert [scales[step] for step in steps] == pytest.approx(expected, abs=1e-3)
     steps = [0, 1, last // 2, last - 1, last]
-    blocks = [1, 1, 7, 14, 14]  # of 128 tokens
-    assert [window_blocks_at(step, args) for step in steps] == blocks
+    assert [windows[step] for step in steps] == [1, 1, 7, 14, 14]  # blocks of 128 tokens
 
 
-@pytest.mark.parametrize("preset", train_gpt2.PRESETS)
-def test_a_longer_run_stretches_the_schedule(preset):
-    args = train_gpt2.parse_args([f"--preset={preset}"])
+@pytest.mark.parametrize(
+    "recipe, preset",
+    [(recipe, preset) for recipe in (train_gpt2.RECIPE, RECIPE) for preset in recipe.presets],
+)
+def test_a_longer_run_stretches_the_schedule(recipe, preset):
+    args = train_gpt2.parse_args([f"--preset={preset}"], recipe)
     longer = dataclasses.replace(args, num_iterations=3 * args.num_iterations)
     # The parts of a schedule are rounded to steps. Half a step of the momentum's fall by 0.1:
-    cooldown_steps = args.muon_cooldown_fraction * args.num_iterations
-    tolerance = max(1e-3, 0.5 * 0.1 / cooldown_steps) if cooldown_steps else 1e-3
+    cooldown_steps = getattr(args, "momentum_cooldown_fraction", 1) * args.num_iterations
+    tolerance = max(1e-3, 0.5 * 0.1 / cooldown_steps)
     for step in range(args.num_iterations + 1):
-        assert window_blocks_at(step, args) == window_blocks_at(3 * step, longer)
-        for value_at in lr_scale_at, momentum_at:
-            assert value_at(step, args) == pytest.approx(value_at(3 * step, longer), abs=tolerance)
+        *values, window = schedule_at(step, args, recipe)
+        *values_of_longer, window_of_longer = schedule_at(3 * step, longer, recipe)
+        assert window == window_of_longer
+        assert values == pytest.approx(values_of_longer, abs=tolerance)
+
+
+# ---- The n-gram table ----------------------------------------------------------------------------
+@pytest.mark.parametrize("longest, vocab_size", [(2, 5), (3, 257), (7, 50304)])
+def test_a_position_gets_the_rows_of_its_last_tokens(longest, vocab_size):
+    torch.manual_seed(0)
+    args = ModernSettings(max_ngram=longest, ngram_rows=101, n_embd=12, n_head=1)
+    table = NgramTable(args, torch.float32)
+    nn.init.normal_(table.weight)
+    inputs = torch.randint(vocab_size, (3, 11))
+    out = table(inputs)
+    assert out.shape == (3, 11, 12)
+    for b, tokens in enumerate(inputs.tolist()):
+        for place in range(11):
+            rows = ngram_rows(tokens, place, longest, 101)
+            torch.testing.assert_close(out[b, place], table.weight[rows].sum(0))
 
 
 # ---- Masks --------------------------------------------------------------------------------------
@@ -258,9 +292,8 @@ def test_the_masks_of_a_gpu_and_of_a_cpu_are_equal(window, monkeypatch):
     cpu = attention_mask(documents, torch.tensor(window))[:, 0]
 
     class OnGPU(torch.Tensor):
-        device = torch.device("meta")
+        is_cuda = True
 
-    monkeypatch.setattr(torch, "arange", lambda *a, arange=torch.arange, **k: arange(*a))
     on_gpu = documents.as_subclass(OnGPU)
     uncompiled = attention_mask(on_gpu, torch.tensor(window))
     assert torch.equal(uncompiled[:, 0], cpu)  # FlexAttention would store all scores
@@ -270,7 +303,7 @@ def test_the_masks_of_a_gpu_and_of_a_cpu_are_equal(window, monkeypatch):
 
 def test_windows_and_documents_do_not_recompile():
     """One graph for training and one for validation, whatever the window and the documents."""
-    model, args = make_model(n_layer=2, window=2048)
+    model, args = make_model(n_layer=2, attention_window=2048)
     model.compile(dynamic=False, fullgraph=True, backend="aot_eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -287,12 +320,25 @@ def test_windows_and_documents_do_not_recompile():
     "changes, phrase",
     [
         ({"n_embd": 8}, "n_embd=8 must be at least 12"),
-        ({"num_iterations": 11}, "num_iterations must be a multiple of adamw_every=2"),
-        ({"save_every": 3}, "save_every must be a multiple of adamw_every=2"),
+        ({"max_ngram": 1}, "max_ngram=1 must be at least 2"),
         ({"document_token": 64}, "document_token=64 is not in the vocabulary"),
-        ({"sequence_length": 500}, "sequence_length=500 must be a multiple of 128 with --window"),
+        ({"sequence_length": 500}, "sequence_length=500 must be a multiple of 128"),
     ],
 )
 def test_unsuitable_settings_are_rejected(changes, phrase):
     with pytest.raises(train_gpt2.UserError, match=phrase):
-        Hyperparameters(**{**SMALL, **changes})
+        ModernSettings(**{**SMALL, **changes})
+
+
+# ---- The log -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name, files",
+    [
+        ("plain_run", [SCRIPT]),
+        ("modern_run", [SCRIPT, MODERN_SCRIPT, MODERN_SCRIPT.with_name("muon.py")]),
+    ],
+)
+def test_a_log_contains_every_file_of_the_script(name, files, request):
+    log = request.getfixturevalue(name).with_suffix(".txt").read_text()
+    for file in files:
+        assert file.read_text() in log, file

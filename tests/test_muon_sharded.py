@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import run_ranks
+from muon import Muon
 from test_file import run_examples_of_readme
 from test_muon import make_parameters
 from torch import nn
@@ -23,8 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-from train_gpt2 import Muon
 
 # On 3 or 4 ranks, some shards of the smallest are empty. Two are convolution kernels.
 SHAPES = [(33, 20), (2, 33), (70, 2), (70, 70), (64, 17), (3, 1), (1, 5), (33, 20), (33, 20)]

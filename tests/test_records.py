@@ -52,7 +52,7 @@ def write_log(
             lines.append(f"step:{step}/{last} train_loss:{train_loss:.4f} {tail}")
         if step % every == 0:
             value = loss if step == last else 5 - step / 20
-            lines.append(f"step:{step}/{last} val_loss:{value:.4f} {tail} lr:0.01")
+            lines.append(f"step:{step}/{last} val_loss:{value:.4f} {tail}")
     if stopped_at is None:
         lines += [
             f"val_loss: {loss:.4f}",
@@ -85,7 +85,7 @@ def test_log_written_by_training_is_read(tiny):
     loss = main(Hyperparameters(**own))
     run = runlog.read(f"{tiny['log_dir']}/mine_seed7.txt")
     assert run.val_loss == pytest.approx(loss, abs=5e-5) and run.finished
-    assert (run.label, run.seed, run.last_val_step, run.schedule) == ("mine", 7, 6, [6])
+    assert (run.label, run.seed, run.last_val_step, run.num_iterations) == ("mine", 7, 6, 6)
     assert run.settings == {**vars(Hyperparameters()), **own}
     assert run.source == (ROOT / "train_gpt2.py").read_text()
     assert [step for step, _ in run.points["train"]] == [1, 2, 3, 4, 5, 6]
@@ -228,17 +228,12 @@ def test_runs_with_other_headers_do_not_mix(name, other, tmp_path):
         report.main([str(tmp_path)])
 
 
-def test_prolonged_runs_do_not_mix_with_others(tmp_path):
+def test_longer_runs_do_not_mix_with_others(tmp_path):
     write_log(tmp_path / "a_seed1.txt", num_iterations=20)
-    grown = resumed_log(tmp_path / "a_seed1.txt", 20)
-    assert (grown.finished, grown.continued, grown.schedule) == (True, True, [20, 40])
-    assert report.main([str(tmp_path)]) == 0
     write_log(tmp_path / "a_seed2.txt", seed=2)
-    sentence = r"these runs differ in num_iterations.*: \[20, 40\] in .*, \[40\]"
+    sentence = r"these runs differ in num_iterations.*: 20 in .*, 40 in"
     with pytest.raises(ValueError, match=sentence):
         report.main([str(tmp_path)])
-    elsewhere = runlog.read(write_log(tmp_path / "b.txt", first=21))
-    assert elsewhere.continued  # its beginning is in another log
 
 
 def test_mistakes_are_one_sentence(tmp_path):

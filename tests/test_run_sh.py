@@ -1,38 +1,26 @@
-"""run.sh: which command it starts, and what it refuses before it starts anything."""
+"""run.sh and data/prepare.py: which commands they start, and what they refuse; signals to tools."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-
-import pytest
-from conftest import ROOT
-
-from train_gpt2 import parse_args
-
-# A stand-in for Python, which prints its arguments.
-STUB = f"""#!/bin/sh
-case "$*" in
-*device_count*) echo $GPUS ;;
-*/train_gpt2.py*--run_id=cpu-*) exec {sys.executable} "$@" ;;
-*-c*) ;;
-*repeat.py*) echo "NPROC=$NPROC $*" ;;
-*fineweb.py*) echo "$*"; exit ${{FINEWEB_STATUS:-0}} ;;
-*) echo "$*" ;;
-esac
-"""
-
-# A stand-in for train_gpt2.py, whose run finishes, is stopped by a signal, or fails.
-TRAINING = """
-import os, sys
 from pathlib import Path
 
-print("train_gpt2.py", sys.argv[1])
-if os.environ["OUTCOME"] == "finished":
-    weights = Path("logs", sys.argv[2].removeprefix("--run_id="), "model.pt")
-    weights.parent.mkdir(parents=True)
-    weights.touch()
-sys.exit(3 * (os.environ["OUTCOME"] == "failed"))
+import numpy as np
+import prepare
+import pytest
+import torch
+from conftest import ROOT, write_shard
+
+# A stand-in for Python, which prints its arguments.
+STUB = """#!/bin/sh
+case "$*" in
+*device_count*) echo $GPUS ;;
+*-c*) ;;
+*prepare.py*) echo "$*"; exit ${PREPARE_STATUS:-0} ;;
+*) echo "GOMP_SPINCOUNT=$GOMP_SPINCOUNT NPROC=$NPROC $*" ;;
+esac
 """
 
 
@@ -69,81 +57,78 @@ def run_sh(clone, *arguments, gpus=0, cwd=None, **changes):
     return done.returncode, done.stdout.replace(f"{clone}/", "").splitlines(), done.stderr
 
 
+def commands(lines):
+    """Return the printed commands, without the environment."""
+    return [line.partition("NPROC=")[2].partition(" ")[2] or line for line in lines]
+
+
 @pytest.mark.parametrize(
     "given, command",
     [
         ("sample Hello --tokens=3", "records/tools/sample.py Hello --tokens=3"),
         ("pack a --out b", "data/pack.py a --out b"),
         ("profile --seed=1", "records/tools/step_profile.py --preset=cpu --seed=1"),
+        ("profile modern --seed=1", "records/tools/step_profile.py modern --seed=1"),
         ("--help", "train_gpt2.py --preset=cpu --help"),
+        ("modern --help", "records/modern/train_modern.py --help"),
+        ("", "records/tools/first_run.py"),
     ],
 )
 def test_run_sh_starts_the_tools_from_any_folder(given, command, clone, tmp_path):
     status, lines, _ = run_sh(clone, *given.split(), cwd=tmp_path)
-    assert (status, lines[-1]) == (0, command)
-
-
-def test_run_sh_data_packs_the_sources_of_torch(clone):
-    status, lines, _ = run_sh(clone, "data")
-    assert status == 0 and lines[0].startswith("data/pack.py ")
-    assert "differs from the record's" in lines[-1]
+    assert (status, commands(lines)[-1]) == (0, command)
 
 
 @pytest.mark.parametrize(
     "gpus, nproc, given, processes, command",
     [
-        (0, "", "--seed=1", 1, "--preset=cpu --seed=1"),
-        (0, "2", "", 2, "--preset=cpu"),
-        (0, "", "--preset=text", 1, "--preset=cpu --preset=text"),
-        (0, "", "--preset=small", 1, "--preset=cpu --preset=small"),
-        (8, "", "--yes --seed=1", 8, "--seed=1"),
-        (8, "1", "--seed=1 --yes", 1, "--seed=1"),
-        (8, "", "--preset cpu", 1, "--preset=cpu --preset cpu"),
-        (8, "", "--preset=cpu --seed=1", 1, "--preset=cpu --preset=cpu --seed=1"),
+        (0, "", "--seed=1", 1, "train_gpt2.py --preset=cpu --seed=1"),
+        (0, "2", "", 2, "train_gpt2.py --preset=cpu"),
+        (0, "", "modern --preset=text", 1, "records/modern/train_modern.py --preset=text"),
+        (8, "", "--yes --seed=1", 8, "train_gpt2.py --seed=1"),
+        (8, "1", "--seed=1 --yes", 1, "train_gpt2.py --seed=1"),
+        (8, "", "", 8, "train_gpt2.py"),
+        (8, "", "modern --yes", 8, "records/modern/train_modern.py"),
+        (8, "", "--preset=cpu --seed=1", 1, "train_gpt2.py --preset=cpu --preset=cpu --seed=1"),
     ],
 )
 def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, given, processes, command, clone):
-    """--preset=cpu stays on the CPU."""
+    """--preset=cpu stays on the CPU. The data are prepared for the same settings."""
     status, lines, _ = run_sh(clone, *given.split(), gpus=gpus, NPROC=nproc)
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
-    assert (status, lines[-1]) == (0, launcher * (processes > 1) + "train_gpt2.py " + command)
-    parse_args(command.split())
+    prepare, start = commands(lines)
+    assert (status, start) == (0, (launcher * (processes > 1) + command).strip())
+    settings = command.split()[1:]
+    word = ["modern"] * given.startswith("modern")
+    assert prepare.split() == ["data/prepare.py", *word, *settings, *["--yes"] * ("yes" in given)]
 
 
 @pytest.mark.parametrize(
     "gpus, nproc, given, command",
     [
-        (0, "", "", "NPROC=1 records/tools/repeat.py 5 --preset=cpu"),
-        (0, "2", "--seed=1", "NPROC=2 records/tools/repeat.py 5 --preset=cpu --seed=1"),
-        (8, "", "--seed=1 --yes", "NPROC=8 records/tools/repeat.py 5 --seed=1"),
+        (0, "", "", "1 records/tools/repeat.py 5 --preset=cpu"),
+        (0, "2", "--seed=1", "2 records/tools/repeat.py 5 --preset=cpu --seed=1"),
+        (0, "", "modern --preset=small", "1 records/tools/repeat.py 5 modern --preset=small"),
+        (8, "", "--seed=1 --yes", "8 records/tools/repeat.py 5 --seed=1"),
     ],
 )
 def test_run_sh_repeats_a_run_with_its_data(gpus, nproc, given, command, clone):
     status, lines, _ = run_sh(clone, "repeat", "5", *given.split(), gpus=gpus, NPROC=nproc)
-    assert (status, lines[-1]) == (0, command)
-    data = f"data/fineweb.py {given}" if gpus else "data/pack.py  --pattern"
-    assert lines[0].startswith(data)
-
-
-def test_run_sh_prepares_no_data_for_a_users_own(clone):
-    for command in "profile", "repeat 5", "":
-        lines = run_sh(clone, *command.split(), "--train_files=mine.bin", gpus=1)[1]
-        assert not any("fineweb.py" in line or "pack.py" in line for line in lines)
+    assert status == 0 and lines[-1].endswith(f"NPROC={command}")
+    assert lines[0].startswith("data/prepare.py")
 
 
 def test_run_sh_does_not_train_without_its_data(clone):
-    status, lines, _ = run_sh(clone, "--preset=modern", gpus=8, FINEWEB_STATUS="3")
-    assert (status, lines[-1]) == (3, "data/fineweb.py --preset=modern")
+    status, lines, _ = run_sh(clone, "modern", gpus=8, PREPARE_STATUS="3")
+    assert (status, lines) == (3, ["data/prepare.py modern"])
 
 
-@pytest.mark.parametrize("outcome, status", [("finished", 0), ("stopped", 0), ("failed", 3)])
-def test_run_sh_ends_the_cpu_record_with_a_sample(outcome, status, clone):
-    """There is none if the training fails or is stopped."""
-    (clone / "train_gpt2.py").write_text(TRAINING)
-    done, lines, stderr = run_sh(clone, OUTCOME=outcome)
-    assert done == status, stderr
-    assert "train_gpt2.py --preset=cpu" in lines
-    assert ("records/tools/sample.py def " in lines[-1]) == (outcome == "finished")
+def test_the_spinning_of_openmp_is_limited_unless_the_user_sets_a_policy(clone):
+    for given, expected in (
+        ({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, ""),
+    ):  # fmt: skip
+        lines = run_sh(clone, "--seed=1", **given)[1]
+        assert lines[-1].startswith(f"GOMP_SPINCOUNT={expected} ")
 
 
 @pytest.mark.parametrize("word", ["weights", "runlog", "trian"])
@@ -171,7 +156,7 @@ def test_another_shell_is_one_sentence(clone):
 @pytest.mark.parametrize("given", ["", "x", "--seed=1", "*"])
 def test_repeat_needs_a_number_before_it_prepares_data(given, clone):
     status, lines, stderr = run_sh(clone, "repeat", *given.split())
-    assert (status, lines) == (1, []) and "number of runs first" in stderr
+    assert (status, lines) == (1, []) and "repeat needs the number of runs" in stderr
 
 
 @pytest.mark.parametrize(
@@ -214,16 +199,84 @@ def test_a_slurm_job_is_requeued_if_a_signal_has_stopped_it(
     assert ("requeue" in done.stdout) == requeued
 
 
-def test_the_data_of_preset_small_are_prepared_once(clone):
-    """They are a part of FineWeb; --yes downloads it without asking."""
-    part = "data/fineweb.py --part=20000000 --out data/fineweb_part"
-    for yes in "", "--yes":
-        _, lines, _ = run_sh(clone, "--preset=small", *yes.split())
-        assert f"{part} {yes}".strip() in lines
-        assert any(line.startswith("data/pack.py ") and "gpt2-2048" in line for line in lines)
-        assert lines[-1] == "train_gpt2.py --preset=cpu --preset=small"
-    manifest = clone / "data" / "small" / "manifest.json"
-    manifest.parent.mkdir(parents=True)
-    manifest.touch()
-    _, lines, _ = run_sh(clone, "repeat", "5", "--preset=small")
-    assert not any("fineweb.py" in line or "pack.py" in line for line in lines)
+# ---- Data ----------------------------------------------------------------------------------------
+@pytest.fixture
+def prepared(tmp_path, monkeypatch):
+    """Calls of pack.main and fineweb.fetch, which do nothing but write a manifest."""
+    calls = []
+
+    def pack_data(arguments):
+        calls.append(["pack", *arguments])
+        folder = Path(arguments[-1])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "manifest.json").write_text("{}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare.pack, "main", pack_data)
+    monkeypatch.setattr(
+        prepare.fineweb, "fetch", lambda folder, *a, **n: calls.append([str(folder), *a, n])
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return calls
+
+
+def test_each_preset_gets_its_data_once(prepared):
+    for settings, count in (["--preset=cpu"], 1), (["modern", "--preset=small"], 2):
+        prepare.main([*settings, "--yes"])
+        assert len(prepared) == count
+        prepare.main(settings)
+        assert len(prepared) == count
+        prepared.clear()
+    prepare.main(["modern"])
+    assert prepared == [["data/fineweb10B", 6, {"yes": False}]]
+
+
+def test_a_users_own_data_are_left_alone(prepared):
+    prepare.main(["modern", "--preset=text"])
+    prepare.main(["--train_files=mine.bin"])
+    assert prepared == []
+
+
+def test_packing_that_was_interrupted_is_repeated(prepared):
+    Path("data/torch_sources/.pack").mkdir(parents=True)
+    prepare.main(["--preset=cpu"])
+    assert len(prepared) == 1 and not Path("data/torch_sources/.pack").exists()
+
+
+@pytest.mark.parametrize("settings", [[], ["modern"], ["modern", "--preset=modern_24gb"]])
+def test_without_a_gpu_no_124m_model_is_trained_by_accident(settings, prepared, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match="no GPU was found"):
+        prepare.main(settings)
+    assert prepared == []
+    prepare.main([*settings, "--device=cpu"])
+    assert len(prepared) == 1
+
+
+# ---- Signals -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("tool", ["first_run", "repeat"])
+def test_a_signal_to_a_tool_ends_its_run_with_a_checkpoint(tool, number, tmp_path):
+    """No process goes on alone, and the status is that of the run or, of a series, 1."""
+    write_shard(tmp_path / "data/torch_sources/train_0.bin", np.arange(40_000) % 256)
+    write_shard(tmp_path / "data/torch_sources/val_0.bin", np.arange(9000) % 250)
+    command = [sys.executable, ROOT / f"records/tools/{tool}.py"]
+    if tool == "repeat":
+        command += ["2", "--preset=cpu", "--allow_repeat=True"]
+    else:  # it trains the preset as it is
+        write_shard(tmp_path / "data/torch_sources/train_1.bin", np.arange(1_300_000) % 256)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("step:2/"):
+            process.send_signal(number)
+            break
+    output, errors = process.communicate(timeout=60)
+    assert "stopped by a signal after step" in output, errors
+    assert process.returncode == (0 if tool == "first_run" else 1)
+    assert len(list(tmp_path.glob("logs/*/state_step*.pt"))) == 1
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

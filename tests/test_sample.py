@@ -1,13 +1,17 @@
 """sample.py generates text token by token; weights.py finds and loads the weights of a run."""
 
 import os
+import re
+import sys
 
 import pytest
 import sample
 import torch
+import train_modern
 import weights
 from conftest import run_tool, small_state, write_weights
 
+import train_gpt2
 from train_gpt2 import UserError
 
 
@@ -71,7 +75,7 @@ def test_ids_that_only_pad_the_vocabulary_are_never_sampled(gpt2_vocabulary, tmp
     [
         ([], "no weights in logs"),
         (["--weights=nowhere.pt"], "nowhere.pt holds no weights"),
-        (["--weights=text.pt"], "text.pt is damaged or not from"),
+        (["--weights=text.pt"], "text.pt cannot be used"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, sentence, tmp_path, monkeypatch):
@@ -84,10 +88,10 @@ def test_mistakes_are_one_sentence(arguments, sentence, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        (dict(n_layer="1"), "n_layer='1' must be of type int"),
-        (dict(n_layer=2), "does not fit this train_gpt2.py .*Missing key"),
-        (dict(n_embd=8), "does not fit this train_gpt2.py .*size mismatch"),
-        (dict(stranger=1), "does not fit this train_gpt2.py .*'stranger'"),
+        (dict(n_layer="1"), "does not fit train_gpt2.py as it is now .*'str' and 'int'"),
+        (dict(n_layer=2), "does not fit train_gpt2.py as it is now .*Missing key"),
+        (dict(n_embd=8), "does not fit train_gpt2.py as it is now .*size mismatch"),
+        (dict(stranger=1), "does not fit train_gpt2.py as it is now .*'stranger'"),
     ],
 )
 def test_weights_of_another_model_are_refused(changes, reason, tmp_path):
@@ -97,6 +101,44 @@ def test_weights_of_another_model_are_refused(changes, reason, tmp_path):
     with pytest.raises(UserError, match=reason) as refused:
         weights.load(path)
     assert "\n" not in str(refused.value)
+
+
+IDEA = """
+import train_gpt2
+class Mine(train_gpt2.GPT):
+    def forward(self, inputs, targets=None):
+        return 2 * super().forward(inputs, targets)
+RECIPE = train_gpt2.RECIPE._replace(script="my_idea.py", build_model=Mine)
+"""
+
+
+def test_the_script_that_wrote_the_weights_defines_the_model(tmp_path, monkeypatch):
+    state = small_state()
+    tokens = torch.arange(5)[None]
+    plain, *_ = weights.load(write_weights(tmp_path / "model.pt", state))
+    monkeypatch.setattr(weights, "ROOT", tmp_path)
+    monkeypatch.setitem(sys.modules, "my_idea", None)  # is removed after the test
+    del sys.modules["my_idea"]
+    (tmp_path / "my_idea.py").write_text(IDEA)
+    (tmp_path / "sys.py").touch()
+    path = write_weights(tmp_path / "mine.pt", {**state, "script": "my_idea.py"})
+    mine, *_ = weights.load(path)
+    assert torch.equal(mine(tokens), 2 * plain(tokens))
+    for script, sentence in (
+        ("sys.py", "sys.py defines no RECIPE, or another module has its name"),
+        *((name, f"there is no script {name} in {tmp_path}") for name in ("no.py", "a/../sys.py")),
+        (str(tmp_path / "my_idea.py"), f"there is no script {tmp_path}/my_idea.py"),
+    ):
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            weights.load(write_weights(path, {**state, "script": script}))
+
+
+def test_a_tool_takes_the_script_that_comes_before_its_settings():
+    settings = ["--n_layer=3"]
+    for first, recipe in ((), train_gpt2.RECIPE), (("modern",), train_modern.RECIPE):
+        assert weights.recipe_and_settings([*first, *settings]) == (recipe, settings)
+    with pytest.raises(UserError, match="there is no script moderne in"):
+        weights.recipe_and_settings(["moderne"])
 
 
 def test_a_folder_gives_the_weights_of_its_end_and_no_name_the_newest_file(tmp_path, monkeypatch):

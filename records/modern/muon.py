@@ -1,44 +1,42 @@
-"""Muon for any project: sharded parameters, NorMuon, cautious weight decay. Needs only torch."""
+"""Muon for any project: shared work, sharded parameters, NorMuon, cautious weight decay.
+
+To use it, copy this file: it needs only torch. train_gpt2.py has the same algorithm in 60 lines.
+"""
 
 import torch
 import torch.distributed as dist
 
-# Coefficients (a, b, c) of the Newton-Schulz iterations. Edit them to try others. Three or more are
-# needed, because gram_newton_schulz restarts after the second.
+# Coefficients (a, b, c) of each Newton-Schulz iteration. There must be at least three.
 NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
 
 
 def orthogonalize(G, dtype=torch.bfloat16):
-    """Orthogonalize each G = U S V^T by Newton-Schulz iterations: return approximately U V^T.
+    """Return approximately U V^T for each matrix G = U S V^T, by Newton-Schulz iterations.
 
     G: (..., M, N), of any float dtype; it is not modified. dtype: dtype of the matmuls. Returns
-    bfloat16, the dtype in which Muon sends updates to other ranks. If the norm of a G is below
-    1e-6, the 1e-7 that is added to it makes the result smaller.
-    Source: https://kellerjordan.github.io/posts/muon/
+    bfloat16, which is what Muon communicates. Source: https://kellerjordan.github.io/posts/muon/
     """
-    # In float32, the squares of entries above 1.8e19 overflow. MPS has no float64.
+    # In float64, squares do not overflow. MPS has no float64.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
     # Two reductions are faster than one over the whole matrix.
     row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=norm_dtype)
     frobenius_norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True) + 1e-7
-    # Divide in the dtype of G: bfloat16 is divided in bfloat16, which is faster.
-    divide_dtype = torch.promote_types(G.dtype, dtype)
-    X = (G.to(divide_dtype) / frobenius_norm.to(divide_dtype)).to(dtype)
+    X = (G.float() / frobenius_norm.float()).to(dtype)
     is_tall = G.size(-2) > G.size(-1)
     X = X.mT if is_tall else X  # (..., m, n) with m <= n
-    m, n = X.shape[-2:]  # for n >= 2 m, the Gram variant is faster
+    m, n = X.shape[-2:]
     X = X.reshape(-1, m, n)
-    X = newton_schulz(X) if n < 2 * m else gram_newton_schulz(X)
+    X = newton_schulz(X) if n < 2 * m else gram_newton_schulz(X)  # whichever is faster
     X = X.mT if is_tall else X
     return X.reshape(G.shape).bfloat16()
 
 
 def newton_schulz(X):
-    """Iterate on X, (matrices, m, n) with m <= n.
+    """Apply the Newton-Schulz iterations to X, (matrices, m, n) with m <= n.
 
-    With R = X X^T and Z = b R + c R^2, an iteration replaces X by (a I + Z) X. It maps each
-    singular value s to a s + b s^3 + c s^5, which quickly raises small ones. After five iterations,
-    all but the smallest lie between 0.7 and 1.2.
+    With R = X X^T and Z = b R + c R^2, an iteration replaces X by (a I + Z) X. This maps each
+    singular value s to a s + b s^3 + c s^5. After five iterations, nearly all of them lie between
+    0.7 and 1.2.
     """
     for a, b, c in NEWTON_SCHULZ:
         R = X @ X.mT
@@ -48,12 +46,11 @@ def newton_schulz(X):
 
 
 def gram_newton_schulz(X):
-    """Return the result of newton_schulz, in less time if n >= 2 m.
+    """Return the result of newton_schulz, up to rounding. It is faster for n >= 2 m.
 
-    The next R is (a I + Z) R (a I + Z). It is therefore enough to iterate on the small matrix R, to
-    accumulate the factors a I + Z in Q, and to multiply X only once, by Q. In bfloat16, R drifts
-    away from X X^T, so after two iterations, X is multiplied and R is computed anew.
-    Source: https://dao-lab.ai/blog/2026/gram-newton-schulz
+    The next R is (a I + Z) R (a I + Z). So iterate on the small R only, accumulate the factors
+    a I + Z in Q, and apply Q to X once. In bfloat16, R drifts from X X^T, so Q is applied and R is
+    recomputed after two iterations. Source: https://dao-lab.ai/blog/2026/gram-newton-schulz
     """
     identity = torch.eye(X.size(1), dtype=X.dtype, device=X.device)
     for coefficients in NEWTON_SCHULZ[:2], NEWTON_SCHULZ[2:]:
@@ -71,28 +68,27 @@ def gram_newton_schulz(X):
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz: replaces Nesterov momentum U S V^T with U V^T.
 
-    All singular directions of an update get the same size. Leave embeddings, the output head and
-    all parameters that are not matrices to another optimizer, such as AdamW.
+    Use AdamW or similar for embeddings, the output head and parameters that are not matrices.
 
     params: matrices (M, N), or 4-D convolution kernels, which are flattened to (M, N).
-    lr: RMS change of an entry per step.
+    lr: RMS of the change of an entry in a step.
     momentum: decay of the moving average of gradients.
-    weight_decay: decoupled, as in AdamW: a step multiplies entries by 1 - lr * weight_decay. An
-      entry whose update is exactly 0, for example for lack of a gradient, does not decay.
+    weight_decay: decoupled, as in AdamW: a step multiplies entries by 1 - lr * weight_decay.
+      Entries whose update is exactly 0 do not decay.
     rank, world_size: the rank of this process in process_group, and the size of the group.
     process_group: the ranks that share the work; None is the default group.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32.
-    beta2: decay of NorMuon's moving averages, which even out the sizes of an update's rows
-      (columns, if M < N). 0 disables NorMuon. Source: https://arxiv.org/abs/2510.05491
+    beta2: decay of NorMuon's moving averages, which equalize the row norms of an update (column
+      norms if M < N). 0 disables NorMuon. Source: https://arxiv.org/abs/2510.05491
     cautious: decay only entries that the update moves towards zero.
     Raises ValueError if a parameter or a value is invalid.
 
-    With several ranks, gradients must already be summed or averaged over the ranks, and a parameter
-    needs a gradient on all ranks or on none. Each matrix is orthogonalized by one rank, which sends
-    the update to the others. Parameters may be DTensors with any placements, such as those created
-    by fully_shard; rank and world_size are ignored for them. The momentum of a parameter is placed
-    like the parameter. Without DTensors, the state_dict() of every rank is complete. With them,
-    save it with torch.distributed.checkpoint.
+    With several ranks, reduce the gradients first. A parameter must have a gradient on all ranks or
+    on none. Each matrix is orthogonalized by one rank, which sends the update to the others.
+
+    DDP: every rank's state_dict() is complete. FSDP: parameters may be DTensors with any
+    placements, such as those of fully_shard; rank and world_size are ignored for them. Momenta are
+    sharded like their parameters, so save them with torch.distributed.checkpoint.
 
     Updates of a matrix with M rows and N columns are scaled by sqrt(max(M, N)). To convert values:
 
@@ -100,8 +96,8 @@ class Muon(torch.optim.Optimizer):
         AdamW; torch.optim.Muon with "match_rms_adamw"    0.2 * lr       weight_decay / 0.2
         torch.optim.Muon by default; Keller Jordan's      lr / sqrt(N)   weight_decay * sqrt(N)
 
-    With N = 768, an lr of 0.02 becomes 0.0007. A converted lr depends on N: use a param group for
-    each N, if the original had one lr for all shapes.
+    For example, lr = 0.02 becomes 0.0007 at N = 768. Since this depends on N, use one param group
+    per N.
     """
 
     def __init__(
@@ -134,7 +130,7 @@ class Muon(torch.optim.Optimizer):
         check_muon_group(self.param_groups[-1])
 
     def __getstate__(self):
-        """Return what pickle and copy.deepcopy need, including the attributes of this class."""
+        """Keep the attributes of this class when it is pickled or copied."""
         own = ("rank", "world_size", "process_group", "dtype")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
@@ -145,7 +141,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rank_costs = [0] * self.world_size  # cost of the matrices that each rank orthogonalizes
+        rank_costs = [0] * self.world_size  # the work assigned to each rank so far
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -162,9 +158,8 @@ class Muon(torch.optim.Optimizer):
     def update_replicated(self, group, rank_costs):
         """Collective: update the parameters of a group that every rank holds in full.
 
-        Each rank orthogonalizes some of the matrices and writes the updates into a buffer. The
-        other parts of its buffer are 0, so a sum over the ranks gives every rank the exact updates.
-        The update of a parameter without a gradient is 0.
+        Each rank orthogonalizes some of the matrices and writes the updates into its slots of a
+        buffer. The other slots are 0, so the sum over the ranks gives every rank all updates.
         """
         params = [p for p in group["params"] if not is_dtensor(p)]
         if not params:
@@ -195,11 +190,7 @@ class Muon(torch.optim.Optimizer):
             self.share_averages(params, set(mine))
 
     def share_averages(self, params, mine):
-        """Collective: send NorMuon's averages to all ranks.
-
-        Only the owner of a matrix updates its average, which saves the other ranks many small
-        kernels.
-        """
+        """Collective: share NorMuon's averages, which only the owner of a matrix has updated."""
         averages = [self.state[p]["row_squares"] for p in params]
         for p, average in zip(params, averages):
             if p not in mine:
@@ -213,8 +204,8 @@ class Muon(torch.optim.Optimizer):
     def update_dtensors(self, group):
         """Collective: update the DTensors of a group.
 
-        In each round, every rank of the mesh gathers at most one whole matrix, orthogonalizes it,
-        and sends the shards of the update back.
+        Each round gives every rank of the mesh at most one whole matrix to orthogonalize, and then
+        redistributes the updates as shards.
         """
         params = [p for p in group["params"] if is_dtensor(p) and p.grad is not None]
         for members in rounds_of(params):
@@ -244,20 +235,16 @@ class Muon(torch.optim.Optimizer):
                 self.apply_update(p, update, group)
 
     def update_momentum(self, p, group):
-        """Add the gradient of p to its momentum, a moving average of gradients."""
+        """Update the momentum of p, a moving average of its gradients."""
         self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
 
     def nesterov_direction(self, p, group):
-        """Return the momentum of p after one step of lookahead, with the placement of p."""
+        """Return the Nesterov momentum of p, with the placement of p."""
         return torch.lerp(p.grad, self.state[p]["momentum_buffer"], group["momentum"])
 
     def apply_update(self, p, update, group):
-        """Apply weight decay to p, then subtract the scaled update.
-
-        update: with the shape and placement of p.
-        """
+        """Apply weight decay to p, then subtract the scaled update, which is shaped like p."""
         if group["weight_decay"]:
-            # Where the update is 0, for example without a gradient, nothing decays.
             decay_mask = p * update > 0 if group["cautious"] else update != 0
             p.mul_(torch.where(decay_mask, 1 - group["lr"] * group["weight_decay"], 1.0))
         scale = max(matrix_shape(p)) ** 0.5  # gives the update an RMS of 1
@@ -295,7 +282,7 @@ def matrix_shape(p):
 
 
 def matrix_cost(p):
-    """Return a number that is proportional to the FLOPs of orthogonalizing a matrix, within 25%."""
+    """Return the relative cost of orthogonalizing a matrix, within 25%."""
     m, n = sorted(matrix_shape(p))
     return m * m * (2 * m + n)
 
@@ -303,10 +290,9 @@ def matrix_cost(p):
 def equalize_rows(update, average, beta2):
     """Divide each row of an update by a moving average of its RMS, and restore the update's norm.
 
-    update: (M, N), changed in place. If M < N, its columns take the place of its rows. average:
-    moving average of each row's mean square, (M, 1), or (1, N); updated in place. It starts at 0,
-    so it is too small at first, by the same factor for all rows. Keeping the norm of the update
-    cancels this factor.
+    update: (M, N), changed in place; if M < N, columns take the place of rows. average: of each
+    row's mean square, (M, 1) or (1, N), updated in place. It starts at 0 and needs no bias
+    correction, because restoring the norm cancels a common factor.
     """
     dim = 1 if update.size(0) >= update.size(1) else 0
     squares = update.float().square().mean(dim, keepdim=True)
@@ -333,7 +319,7 @@ def stacks_of(params):
 
 
 def rounds_of(params):
-    """Split DTensors into lists of equal shape and placement, with one matrix for each rank."""
+    """Group DTensors of equal shape and placement into lists of at most one per rank."""
     alike = {}
     for p in params:
         alike.setdefault((p.shape, p.device_mesh, p.placements), []).append(p)

@@ -1,11 +1,11 @@
-"""Train GPT-2 124M with ideas of the public records 8 to 77 (2024 to 2026).
+"""Train GPT-2 124M with ideas from the public speedrun records 8 to 77 (2024 to 2026).
 
     torchrun --standalone --nproc_per_node=8 records/modern/train_modern.py
     python records/modern/train_modern.py --preset=small      # English, in minutes on 2 CPU cores
     python records/modern/train_modern.py --preset=text       # your own text, packed into data/mine
 
 This file defines a model, its optimizers and their schedule. The data, the training loop, the log
-and checkpoints are those of train_gpt2.py. Shapes: see there.
+and checkpoints are those of train_gpt2.py, which also explains the shape letters (B, T, C, ...).
 """
 
 import dataclasses
@@ -13,9 +13,11 @@ import math
 import sys
 from pathlib import Path
 
-# The log of a run contains the sources of all three files. Read before the slow imports.
+# For the log. Read before the slow imports, in case a file is edited meanwhile.
 HERE = Path(__file__).resolve().parent
-OWN_SOURCES = [(HERE / name).read_text(encoding="utf-8") for name in ("train_modern.py", "muon.py")]
+SOURCES = {
+    name: (HERE / name).read_text(encoding="utf-8") for name in ("muon.py", "train_modern.py")
+}
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]  # the folders of muon.py and train_gpt2.py
 
 import torch
@@ -37,14 +39,19 @@ from train_gpt2 import (
     setting,
 )
 
-
 # ---- Settings ------------------------------------------------------------------------------------
+BLOCK = 128  # tokens; attention windows are made of blocks of this size
+ATTENTION_SCALE = 0.12  # scale of q k^T, in place of 1 / sqrt(D)
+GATE_CHANNELS = 12  # value gates read only the first of the channels
+LOGIT_SOFTCAP = 15.0
+
+
 @dataclasses.dataclass(frozen=True)
 class ModernSettings(Hyperparameters):
     """The settings of train_gpt2.py, and those of the modern model."""
 
     attention_window: int = setting(
-        1728, "attention window at the end, in tokens; 0: none, and no document mask"
+        1728, "final window of long layers, in tokens; 0: full attention, also across documents"
     )
     document_token: int = setting(50256, "token that starts a document")
     ngram_rows: int = setting(5 * 50304, "rows of the hashed n-gram table; 0: no table")
@@ -52,10 +59,10 @@ class ModernSettings(Hyperparameters):
     embedding_learning_rate: float = setting(0.6, "AdamW learning rate of the embedding tables")
     muon_weight_decay: float = setting(0.0, "weight decay of Muon")
     momentum_warmup_fraction: float = setting(
-        300 / 1950, "fraction of steps in which Muon's momentum rises from 0.85"
+        300 / 1950, "fraction of steps over which Muon's momentum rises from 0.85"
     )
     momentum_cooldown_fraction: float = setting(
-        50 / 1950, "fraction of steps in which Muon's momentum falls back to 0.85"
+        50 / 1950, "fraction of steps over which Muon's momentum falls back to 0.85"
     )
     final_lr_fraction: float = setting(0.15, "final / initial learning rate")
 
@@ -78,10 +85,11 @@ def modern(width, **changes):
     return dict(
         n_layer=11, n_head=width // 128, n_embd=width, device_batch_size=1, num_iterations=1950,
         warmdown_fraction=0.55, learning_rate=0.008,  # of the output head
-        # The public learning rates: 0.03 for square matrices and 0.06 for those of the MLP, because
-        # Muon scales an update by sqrt(max(M, N)).
+        # Muon multiplies an update by sqrt(max(M, N)), so this equals the public learning rates:
+        # 0.03 for C x C matrices and 0.06 for the 4C x C matrices of the MLP.
         muon_learning_rate=0.03 / width**0.5,
-        # Then a step shrinks weights by 1.2 * 0.03 * 0.03, as the public code does for square ones.
+        # A step decays weights by lr * weight_decay = 1.2 * 0.03 * 0.03. This is the public value
+        # for C x C matrices. The MLP has it here, too.
         muon_weight_decay=1.2 * 0.03 * width**0.5,
     ) | changes  # fmt: skip
 
@@ -89,12 +97,13 @@ def modern(width, **changes):
 PRESETS = {
     "modern": modern(768, batch_size=8, sequence_length=32768),  # for eight 80 GB GPUs
     "modern_24gb": modern(768, batch_size=16, sequence_length=16384),  # for one 24 GB GPU
-    "small": modern(  # a small model of English, in minutes on two CPU cores
+    "small": modern(  # a small English model, in minutes on two CPU cores
         128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
         # GPT-2's first 2,048 tokens and the document token, rounded up to a multiple of 128
         vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
         n_layer=8, batch_size=8, sequence_length=512, device_batch_size=8,
-        # Long layers see the whole sequence after 1/8 of the run, the others after 7/24.
+        # Larger than the sequence, so that the growing window soon covers all of it: after 1/8 of
+        # the run in long layers (see ModernGPT), after 7/24 in the others.
         attention_window=6 * 512,
         num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
     ),
@@ -109,20 +118,16 @@ PRESETS = {
 
 
 # ---- Model ---------------------------------------------------------------------------------------
-BLOCK = 128  # tokens; attention windows are made of blocks of this size
-ATTENTION_SCALE = 0.12  # scale of q k^T, in place of 1 / sqrt(D)
-GATE_CHANNELS = 12  # value gates read only the first 12 channels
-LOGIT_SOFTCAP = 15.0
-
-
 class ModernAttention(CausalSelfAttention):
-    """Attention with rotary positions on half of the channels, and two optional ideas.
+    """Attention with rotary positions on half of the channels, and two optional extensions.
 
-    Offset keys: half of key j is taken from key j - 1, even across a document boundary. So a query
-    that looks for its own token finds the value at j, which describes what followed that token. One
-    layer can thus do what normally takes an induction head of two layers.
+    Offset keys: the half of key j without positions is replaced by that of key j - 1, even across a
+    document boundary. If token j - 1 is the query's own token, the query can then match key j, and
+    read the value of the token that followed. So a single layer can act as an induction head, which
+    normally takes two layers.
 
-    Value table: a learned embedding of the token is added to the values, through a gate per head.
+    Value table: a learned embedding of the token, scaled by a gate for each head, is added to the
+    values.
     """
 
     def __init__(self, args, has_offset_keys, has_value_table, dtype):
@@ -130,7 +135,8 @@ class ModernAttention(CausalSelfAttention):
         D = args.n_embd // args.n_head
         # D/4 frequencies from 1 to 1/1024. The other D/4 channel pairs have no position.
         frequencies = F.pad(1024.0 ** -torch.linspace(0, 1, D // 4), (0, D // 2 - D // 4))
-        self.rotary = Rotary(frequencies, args.sequence_length)
+        self.rotary = Rotary(frequencies, args.sequence_length)  # replaces that of the base class
+        # Rotary pairs the channels i and i + D/2, so the mask repeats.
         self.register_buffer("has_position", (frequencies > 0).repeat(2), persistent=False)  # (D,)
         self.has_offset_keys = has_offset_keys
         self.value_table = self.value_gate = None
@@ -156,7 +162,7 @@ class ModernAttention(CausalSelfAttention):
 def attend(q, k, v, mask):
     """Return the output of attention, (B, H, T, D), like q, k and v.
 
-    mask: from block_mask or dense_mask, or None for causal attention within the whole sequence.
+    mask: from attention_mask, or None for causal attention within the whole sequence.
     """
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=ATTENTION_SCALE)
@@ -170,7 +176,8 @@ def attention_mask(documents, window_blocks):
     documents: (B, T), the document index of each token, non-decreasing. window_blocks: 0-D tensor;
     a token sees its own block and the window_blocks - 1 blocks before it.
     """
-    # FlexAttention is fast only on a GPU. Uncompiled, it materializes all scores in float32.
+    # FlexAttention is fast only if it is compiled for a GPU, and it needs complete blocks. Other
+    # lengths occur only in inference.
     is_fast = documents.is_cuda and torch.compiler.is_compiling()
     if is_fast and documents.size(1) % BLOCK == 0:
         return block_mask(documents, window_blocks)
@@ -193,14 +200,15 @@ def block_mask(documents, window_blocks):
         near = query // BLOCK - key // BLOCK < window_blocks
         return (key <= query) & near & (documents[b, query] == documents[b, key])
 
-    # The key blocks that a query block sees are consecutive and end with its own. The first one is
-    # limited by the window, and by the document in which the query block starts.
+    # Query block i sees the consecutive key blocks first[i], ..., i. Key blocks before first[i] are
+    # outside the window, or end in an earlier document than the one in which block i starts. Since
+    # documents are in order, the number of the latter is the index of the first that is not.
     block = torch.arange(documents.size(1) // BLOCK, device=documents.device)
-    query_first = documents[:, ::BLOCK]  # the document in which each block starts
-    key_last = documents[:, BLOCK - 1 :: BLOCK]  # the document in which each block ends
-    blocks_of_earlier_documents = (key_last[:, None, :] < query_first[:, :, None]).sum(-1)
-    first = torch.maximum(blocks_of_earlier_documents, block - window_blocks + 1)
-    counts = block - first + 1  # (B, blocks)
+    start_document = documents[:, ::BLOCK]  # (B, blocks)
+    end_document = documents[:, BLOCK - 1 :: BLOCK]  # (B, blocks)
+    ends_earlier = end_document[:, None, :] < start_document[:, :, None]  # (B, query, key)
+    first = torch.maximum(ends_earlier.sum(-1), block - window_blocks + 1)  # (B, blocks)
+    counts = block - first + 1
     # A row lists first, first + 1, ... Entries beyond `counts` are ignored, but must be valid.
     indices = (first[:, :, None] + block).clamp(max=len(block) - 1)
     return BlockMask.from_kv_blocks(
@@ -209,22 +217,21 @@ def block_mask(documents, window_blocks):
 
 
 class ModernBlock(nn.Module):
-    """Attention, if there is any, and an MLP, after mixing embeddings into the residual stream."""
+    """Mixes embeddings into the residual stream, then applies attention (if any) and an MLP."""
 
     def __init__(self, args, attention):
         super().__init__()
         self.attn = attention  # a ModernAttention, or None
         self.mlp = MLP(args)
-        # Weights of the residual stream, the token embeddings and the n-gram embeddings: records
-        # 45 and 62.
+        # Weights of the residual stream, token embeddings and n-gram embeddings: records 45 and 62.
         self.input_weights = nn.Parameter(torch.tensor([1.1, 0.0, 0.1]))
 
     def forward(self, x, x0, ngram_embeddings, saved, tokens, mask):
         """Return the residual stream after this block, (B, T, C).
 
-        x: the residual stream. x0: the token embeddings. ngram_embeddings: 0.0 without a table.
-        saved: None, or the output of an earlier block, which attention then reads instead of x.
-        These are (B, T, C). tokens: (B, T).
+        x, x0 and ngram_embeddings are (B, T, C): the residual stream, the token embeddings and the
+        n-gram embeddings, which are 0.0 without a table. saved: the output of an earlier block,
+        which attention reads instead of x, or None. tokens: (B, T).
         """
         stream_weight, token_weight, ngram_weight = self.input_weights
         x = stream_weight * x + token_weight * x0 + ngram_weight * ngram_embeddings
@@ -234,24 +241,24 @@ class ModernBlock(nn.Module):
 
 
 class NgramTable(nn.Module):
-    """An embedding table of n-grams: hashes of the last 2, 3, ... max_ngram tokens are its rows.
+    """An embedding table of n-grams: a hash of the last n tokens selects a row.
 
-    Each position sums its rows. N-grams with equal hashes share a row.
+    The embedding of a position is the sum of its rows for n = 2, 3, ... max_ngram.
     """
 
     def __init__(self, args, dtype):
         super().__init__()
         self.max_ngram = args.max_ngram
-        rows = torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype)  # record 62
-        self.weight = nn.Parameter(rows)
+        zeros = torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype)  # record 62
+        self.weight = nn.Parameter(zeros)
 
     def forward(self, tokens):  # (B, T) to (B, T, C)
-        key = tokens  # of the n-gram that ends at each position, starting with n = 1
+        key = tokens  # the hash of the n-gram that ends at each position; n grows in the loop
         keys = []
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(tokens, (distance, 0))[:, : tokens.size(1)]
-            # + 1, so that runs of token 0 of different lengths differ. int64 may wrap around.
+            # Without + 1, all n-grams of token 0 would have the key 0. Overflow is harmless.
             key = key * 1000003 + earlier + 1
             keys.append(key)
         keys = torch.stack(keys, dim=-1)  # (B, T, max_ngram - 1)
@@ -259,24 +266,25 @@ class NgramTable(nn.Module):
 
 
 class ModernGPT(nn.Module):
-    """A GPT with ideas of later public records, with any number of layers.
+    """A GPT with ideas from later public records, for any number of layers.
 
     The input of a block is a learned weighted sum of the residual stream, the token embeddings (x0)
     and the n-gram embeddings. Activations and embedding tables have the given dtype; other weights
-    are float32. records/2026-11-26_Modern_2026 lists each part with its source, which are records
-    8 to 77 of https://github.com/KellerJordan/modded-nanogpt.
+    are float32. records/2026-11-26_Modern_2026 lists the source of each part, one of records 8 to
+    77 of https://github.com/KellerJordan/modded-nanogpt.
     """
 
     def __init__(self, args, dtype=torch.float32):
         super().__init__()
         self.dtype = dtype
-        # Which layers have which role. The comments show their indices in the 11 public layers.
+        # The role of each layer. Comments give the indices for the 11 layers of the public records.
         n = args.n_layer
         self.long_layers = {n // 3, n - 1}  # 3, 10: the long window, and offset keys
         self.table_layers = {1, 2, n - 3, n - 2, n - 1}  # 1, 2, 8, 9, 10: a value table
-        # The output of layer 3 is added to the input of layer 6, which has no attention.
+        # The output of layer 3 is added to the input of layer 6, which has no attention. Models of
+        # fewer than 8 layers have neither.
         self.skip_start, self.skip_end = (n // 3, (n + 1) // 2) if n >= 8 else (None, None)
-        # Attention in all later layers reads the output of layer 7.
+        # Attention in all layers after layer 7 reads its output. It is never the last of several.
         self.saved_layer = max(0, min(2 * n // 3, n - 2))
         self.wte = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
         self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
@@ -284,9 +292,8 @@ class ModernGPT(nn.Module):
         for i in range(n):
             attention = None
             if i != self.skip_end:
-                ideas = dict(has_offset_keys=i in self.long_layers)
-                ideas |= dict(has_value_table=i in self.table_layers)
-                attention = ModernAttention(args, **ideas, dtype=dtype)
+                has_offset_keys, has_value_table = i in self.long_layers, i in self.table_layers
+                attention = ModernAttention(args, has_offset_keys, has_value_table, dtype)
             self.h.append(ModernBlock(args, attention))
         if self.skip_end is not None:
             self.skip_weight = nn.Parameter(torch.tensor(0.18))  # about sigmoid(-1.5), record 45
@@ -301,24 +308,25 @@ class ModernGPT(nn.Module):
         self.register_buffer("window_blocks", window_blocks, persistent=False)
 
     def init_matrices(self):
-        """Fill the tables and matrices, except those that are zero already: the MLP's c_proj, ..."""
+        """Set the initial values of tables and matrices, except those that are zero already."""
         nn.init.normal_(self.wte.weight)
         nn.init.zeros_(self.lm_head.weight)  # record 8
         for block in self.h:
-            matrices = [block.mlp.c_fc]
-            if block.attn is not None:
-                matrices += [block.attn.c_q, block.attn.c_k, block.attn.c_v]
-            for linear in matrices:  # a standard deviation of 0.5 / sqrt(C): records 62 and 77
+            attn = block.attn
+            linears = [block.mlp.c_fc]
+            if attn is not None:
+                linears += [attn.c_q, attn.c_k, attn.c_v]
+            for linear in linears:  # a standard deviation of 0.5 / sqrt(C): records 62 and 77
                 bound = 0.5 * (3 / linear.in_features) ** 0.5
                 nn.init.uniform_(linear.weight, -bound, bound)
-            if block.attn is not None and block.attn.value_table is not None:
-                nn.init.normal_(block.attn.value_table.weight, std=0.01)  # record 70
-                nn.init.zeros_(block.attn.value_gate.weight)  # record 62
+            if attn is not None and attn.value_table is not None:
+                nn.init.normal_(attn.value_table.weight, std=0.01)  # record 70
+                nn.init.zeros_(attn.value_gate.weight)  # record 62
 
     def forward(self, inputs, targets=None):
         """Return the loss or the logits, as GPT.forward does."""
-        ngram_embeddings = 0.0 if self.ngrams is None else self.ngrams(inputs).to(self.dtype)
-        x = x0 = norm(self.wte(inputs)).to(self.dtype)  # (B, T, C)
+        ngram_embeddings = 0.0 if self.ngrams is None else self.ngrams(inputs)
+        x = x0 = norm(self.wte(inputs))  # (B, T, C)
         long_mask = short_mask = None
         if self.has_window:
             documents = (inputs == self.document_token).cumsum(1)
@@ -332,13 +340,14 @@ class ModernGPT(nn.Module):
             mask = long_mask if i in self.long_layers else short_mask
             x = block(x, x0, ngram_embeddings, saved, inputs, mask)
             outputs.append(x)
-        x = x - self.backout_weight * outputs[self.saved_layer]  # "backout"
+        # Backout (record 40): remove a part of what the earlier layers wrote.
+        x = x - self.backout_weight * outputs[self.saved_layer]
         return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
 
 
 # ---- Training ------------------------------------------------------------------------------------
 def build_optimizers(model, args):
-    """Return Muon for the matrices of the blocks and AdamW for the rest, as in record 62."""
+    """Return Muon for the attention and MLP matrices, and AdamW for the rest, as in record 62."""
     tables = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, NgramTable))]
     gates = [p for name, p in model.named_parameters() if "value_gate" in name]
     matrices = [p for p in model.h.parameters() if p.ndim == 2 and p not in {*gates, *tables}]
@@ -366,15 +375,15 @@ def build_optimizers(model, args):
 def apply_schedule(model, optimizers, step, args):
     """Set the learning rates, Muon's momentum and weight decay, and the attention window."""
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
-    remaining = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
-    scale = args.final_lr_fraction + (1 - args.final_lr_fraction) * remaining
+    fraction = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
+    scale = args.final_lr_fraction + (1 - args.final_lr_fraction) * fraction
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * scale
     muon = optimizers[0]
     for group in muon.param_groups:
         group["momentum"] = momentum_at(step, args)
-        # As in the public records, lr * weight_decay falls with the square of the scale.
+        # lr is scaled, too, so lr * weight_decay falls with scale^2, as in the public records.
         group["weight_decay"] = args.muon_weight_decay * scale
     model.window_blocks.fill_(window_blocks_at(step, args))
 
@@ -386,7 +395,7 @@ def momentum_at(step, args):
     rise = step / warmup_steps if step < warmup_steps else 1.0
     remaining = args.num_iterations - step
     fall = remaining / cooldown_steps if remaining < cooldown_steps else 1.0
-    floor = min(0.85, args.muon_momentum)
+    floor = min(0.85, args.muon_momentum)  # a momentum below 0.85 is constant
     return floor + min(rise, fall) * (args.muon_momentum - floor)
 
 
@@ -397,7 +406,7 @@ def window_blocks_at(step, args):
 
 RECIPE = train_gpt2.Recipe(
     script="records/modern/train_modern.py",
-    source="\n".join([train_gpt2.SOURCE, *OWN_SOURCES]),
+    sources=train_gpt2.RECIPE.sources | SOURCES,
     settings=ModernSettings,
     presets=PRESETS,
     build_model=ModernGPT,

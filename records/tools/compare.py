@@ -33,7 +33,7 @@ def differences(a, b):
         if left.get(name) != right.get(name)
     ]
     if a.source != b.source:
-        changed.append("source of train_gpt2.py")
+        changed.append("source of the script")
     if a.facts.get("torch") != b.facts.get("torch"):
         changed.append(f"torch {a.facts.get('torch')} against {b.facts.get('torch')}")
     return "; ".join(changed) or "nothing"

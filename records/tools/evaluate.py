@@ -33,7 +33,7 @@ TOKENS_PER_PASS = 2**13
 @torch.no_grad()
 def total_nats(gpt, tokens, T):
     """Return the summed cross-entropy of tokens[1:], tokens: (N,) int64, N at least 2."""
-    device = gpt.lm_head.weight.device
+    device = next(gpt.parameters()).device
     # The model is causal, so padding at the end does not change the other predictions.
     padding = -(len(tokens) - 1) % T
     inputs = F.pad(tokens[:-1], (0, padding)).view(-1, T)
@@ -85,7 +85,7 @@ def main(argv):
         texts = {args.val_files: read_shards(args.val_files, args, encoding, args.val_tokens + 1)}
     for name, tokens in texts.items():  # all mistakes are found before the first row
         require(len(tokens) > 1, f"{name} has too few tokens: nothing is left to predict")
-    print(f"{path}: {gpt.lm_head.weight.device.type}, {gpt.dtype}")
+    print(f"{path}: {next(gpt.parameters()).device.type}, {args.dtype}")
     print("\n| text | tokens | loss | perplexity | bits per byte |\n|---|---|---|---|---|")
     for name, tokens in texts.items():
         count = len(tokens) - 1

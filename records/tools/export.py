@@ -2,10 +2,10 @@
 
     bash run.sh export --out DIR [--weights logs/RUN]
 
-DIR must be new or empty. It gets the weights in float32, train_gpt2.py, the code that adapts its
-model to transformers, the tokenizer of the training data and a model card. Before DIR is created,
-transformers loads the export: its logits must be those of the weights, and its token ids those of
-the encoding.
+DIR must be new or empty. It gets the weights in float32, the script that trained them, the code
+that adapts its model to transformers, the tokenizer of the training data and a model card. Before
+DIR is created, transformers loads the export: its logits must be those of the weights, and its
+token ids those of the encoding.
 To publish DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 """
 
@@ -28,7 +28,6 @@ with packages():
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
 PADDING_BYTE = b"\xff"  # occurs in no text in UTF-8, so its token is free for PADDING
-PRIVATE = ("log_dir", "run_id", "resume", "init")  # settings that do not describe the model
 MODELING = "modeling_gpt2_speedrun"  # the module that adapts the model to transformers
 
 
@@ -57,10 +56,27 @@ def tokenizer_of(encoding, sequence_length):
     )
 
 
-def write_model(folder, gpt, args, encoding):
-    """Write the code, the settings and the float32 weights of a model of train_gpt2.py."""
-    shutil.copy(Path(__file__).with_name(f"{MODELING}.py"), folder)
-    (folder / "train_gpt2.py").write_text(weights.train_gpt2.SOURCE, encoding="utf-8")
+def settings_of(args):
+    """Return a dict of the settings, without those of the machine and the names of its files."""
+    hidden = {*weights.train_gpt2.MAY_CHANGE, "init"}
+    return {name: value for name, value in vars(args).items() if name not in hidden}
+
+
+def write_code(folder, recipe):
+    """Write the files that a recipe consists of, and the one that adapts its model."""
+    for file, text in recipe.sources.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    modules = [Path(file).stem for file in recipe.sources]
+    imports = "".join(f"    from .{module} import RECIPE\n" for module in modules)
+    adapter = Path(__file__).with_name(f"{MODELING}.py").read_text(encoding="utf-8")
+    adapter = adapter.replace('MODULES = ["train_gpt2"]', f"MODULES = {json.dumps(modules)}")
+    adapter = adapter.replace("    from .train_gpt2 import RECIPE\n", imports)
+    (folder / f"{MODELING}.py").write_text(adapter, encoding="utf-8")
+
+
+def write_model(folder, gpt, args, encoding, recipe):
+    """Write the code, the settings and the float32 weights of the model of a recipe."""
+    write_code(folder, recipe)
     pad_token = encoding.encode_single_token(PADDING_BYTE)
     generation = dict.fromkeys(("bos_token_id", "eos_token_id"), encoding.eot_token)
     generation |= dict(pad_token_id=pad_token, use_cache=False)
@@ -75,10 +91,9 @@ def write_model(folder, gpt, args, encoding):
             AutoModelForCausalLM=f"{MODELING}.GPT2SpeedrunForCausalLM",
         ),
         dtype="float32",
-        tie_word_embeddings=args.model == "gpt2",
-        sequence_length=args.sequence_length,
+        tie_word_embeddings=gpt.lm_head.weight is gpt.wte.weight,
     )
-    config |= weights.train_gpt2.settings_with_role(args, "architecture") | generation
+    config = settings_of(args) | config | generation
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     tensors = {f"gpt.{name}": tensor for name, tensor in gpt.named_parameters()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -92,7 +107,7 @@ def card_of(name, args, state, encoding, parameters):
     training = f"{state['step']:,} of {args.num_iterations:,} planned steps, {tokens:,} tokens"
     # A checkpoint may be newer than its val_loss.
     loss = "unknown" if "optimizers" in state else f"{state['val_loss']:.4f} nats per token"
-    public = {key: value for key, value in vars(args).items() if key not in PRIVATE}
+    script = Path(state["script"]).name
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -103,16 +118,15 @@ tags:
 
 # {name}
 
-A language model with {parameters:,} parameters, trained from scratch by `train_gpt2.py`, a
-single-file GPT-2 speedrun.
+A language model with {parameters:,} parameters, trained by `{script}`.
 
 - Training: {training}.
 - Validation loss: {loss}.
 - Encoding: `{encoding.name}`, with {encoding.n_vocab:,} ids. Each document begins with
   `{END_OF_TEXT}`.
 - Unlike OpenAI's GPT-2, the model has rotary positions, RMSNorm without a gain, normalized queries
-  and keys, ReLU^2 and no biases. `train_gpt2.py` in this folder defines it, and
-  `{MODELING}.py` adapts it to transformers.
+  and keys, ReLU^2 and no biases. `{script}` in this folder defines it, and `{MODELING}.py`
+  adapts it to transformers.
 - There is no cache of keys and values: each generated token costs a pass over the whole text.
 - Works with transformers 4.57.1 to {transformers.__version__}; refuses older versions.
 
@@ -127,7 +141,7 @@ outputs = model.generate(**inputs, max_new_tokens=20, do_sample=True, top_k=40)
 print(tokenizer.decode(outputs[0], skip_special_tokens=True))
 ```
 
-`trust_remote_code=True` runs the two Python files in this folder: read them first.
+`trust_remote_code=True` runs the Python files in this folder: read them first.
 
 Several texts may be padded or packed into a row, with `position_ids` that restart at 0. They are
 computed one after another, unless padding is on the right. If `tie_word_embeddings` is true in
@@ -137,14 +151,14 @@ them.
 The settings of the run:
 
 ```json
-{json.dumps(public, indent=2)}
+{json.dumps(settings_of(args), indent=2)}
 ```
 """
 
 
 # ---- Folder -------------------------------------------------------------------------------------
 @torch.no_grad()
-def check(folder, gpt, args, encoding):
+def check(folder, gpt, args, encoding, script):
     """Return the largest difference between the logits of the export and those of gpt.
 
     Raises ValueError if it exceeds rounding errors, or if the ids of a text differ.
@@ -160,8 +174,8 @@ def check(folder, gpt, args, encoding):
     difference = (model(inputs).logits - expected).abs().max().item()
     require(
         difference <= 1e-5 * max(1, expected.abs().max().item()),  # False for NaN
-        f"the exported logits differ from those of train_gpt2.py by {difference:.2g}: a setting "
-        'that changes the model needs the role "architecture"; nan: the run diverged',
+        f"the exported logits differ from those of {script} by {difference:.2g}: a setting that "
+        "changes the model must not be in MAY_CHANGE; nan: the run diverged",
     )
     return difference
 
@@ -171,19 +185,19 @@ def export(path, out, encoding_name=""):
     is_free = not os.path.lexists(out) or (out.is_dir() and not os.listdir(out))
     require(is_free, f"{out} exists: give a new or an empty folder")
     gpt, args, state = weights.load(path, dtype=torch.float32)
-    encoding = weights.encoding_of(state, args, encoding_name)
+    encoding, script = weights.encoding_of(state, args, encoding_name), state["script"]
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
     card = card_of(out.name, args, state, encoding, parameters)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, suffix=".partial") as folder:
         export_folder = Path(folder, "export")
         export_folder.mkdir()
-        write_model(export_folder, gpt, args, encoding)
+        write_model(export_folder, gpt, args, encoding, weights.recipe_of(script))
         tokenizer_of(encoding, args.sequence_length).save_pretrained(export_folder)
         (export_folder / "README.md").write_text(card, encoding="utf-8")
-        difference = check(export_folder, gpt, args, encoding)
+        difference = check(export_folder, gpt, args, encoding, script)
         os.rename(export_folder, out)
-    return f"{path} -> {out}; its logits differ from train_gpt2.py's by at most {difference:.1g}"
+    return f"{path} -> {out}; its logits differ from those of {script} by at most {difference:.1g}"
 
 
 def main(argv):

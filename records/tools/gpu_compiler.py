@@ -13,7 +13,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import logging
-import math
 import os
 import re
 import subprocess
@@ -101,7 +100,8 @@ chosen = SimpleNamespace(gpu=GPUS["H100"])  # set chosen.gpu before the first co
 answers = dict(
     is_available=True, device_count=1, current_device=0, is_initialized=True, _is_compiled=True,
     set_device=None, synchronize=None, _exchange_device=0, _maybe_exchange_device=0,
-    _lazy_init=None, set_rng_state=None, get_rng_state=torch.zeros(16, dtype=torch.uint8),
+    _lazy_init=None, manual_seed_all=None, set_rng_state=None,
+    get_rng_state=torch.zeros(16, dtype=torch.uint8),
 )  # fmt: skip
 for function_name, answer in answers.items():
     setattr(torch.cuda, function_name, lambda *args, answer=answer, **named: answer)
@@ -173,7 +173,7 @@ class Graph:
     peak_bytes: int  # peak of live bytes without parameters, estimated by Inductor
 
 
-ITEM_SIZES = {"*bf16": 2, "*fp32": 4, "*i64": 8}
+ITEM_SIZES = {"*bf16": 2, "*fp32": 4, "*i64": 8, "*i1": 1}
 generated = {}  # Triton kernels by name
 
 
@@ -248,13 +248,15 @@ def tensor_of_gpu(value, tensor=torch.tensor):
 
 
 @contextlib.contextmanager
-def on_gpu(args, running):
+def on_gpu(args, recipe, world_size, running):
     """Yield (run, graphs): a train_gpt2.Run on the simulated GPU, compiled as in training.
 
     Inside, tensors are fake, and there are no data. graphs: the Graphs of the model. Each call of a
     graph runs in the context manager running(graph).
     """
     graphs = []
+    sequences = args.batch_size // world_size
+    sizes = [n for n in range(1, args.device_batch_size + 1) if sequences % n == 0]
 
     def inner_compile(graph_module, inputs, **named):
         graph = compile_graph(graph_module, inputs, **named)
@@ -272,16 +274,18 @@ def on_gpu(args, running):
     patch = mock.patch.object(F, "scaled_dot_product_attention", attention_of_gpu)
     with fake_tensor.FakeTensorMode(), patch:
         with torch.device("cuda"), mock.patch.object(torch, "tensor", tensor_of_gpu):
-            model = train_gpt2.build_model(args, torch.bfloat16)
+            model = recipe.build_model(args, torch.bfloat16)
         model.compile = functools.partial(torch.nn.Module.compile, model, backend=backend)
         run = train_gpt2.Run(
-            args,
+            recipe=recipe,
+            args=args,
             device=torch.device("cuda"),
             model=model,
-            optimizers=train_gpt2.build_optimizers(model, args),
-            train_loader=SimpleNamespace(stream=SimpleNamespace(total_tokens=math.inf)),
+            optimizers=recipe.build_optimizers(model, args),
+            train_loader=None,
             validation=None,
-            facts={},
+            micro_batch_size=sizes[-1],
+            fixed={},
             log=None,
             stop=train_gpt2.StopRequest(),
         )

@@ -1,29 +1,54 @@
-"""The models of train_gpt2.py for transformers.
+"""The model of train_gpt2.py, or of another script with a RECIPE, for transformers.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-records/tools/export.py copies this file and train_gpt2.py into each folder that it writes. Shapes:
+records/tools/export.py copies this file and the script into each folder that it writes. Shapes:
 B rows of T tokens, V = vocab_size.
 """
 
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 import torch
+from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import can_return_tuple
 from transformers.utils.versions import require_version
 
-from .train_gpt2 import Hyperparameters, build_model, settings_with_role
+if TYPE_CHECKING:  # transformers copies the files that are imported here
+    from .train_gpt2 import RECIPE
 
 require_version("transformers>=4.57.1", "Upgrade with: pip install -U transformers")
 
+MODULES = ["train_gpt2"]  # export.py lists the files that the script consists of; it is the last
 
-def model_settings(args):
-    """Return a dict of the settings that define the model."""
-    return settings_with_role(args, "architecture") | {"sequence_length": args.sequence_length}
+
+def load_recipe():
+    """Return the RECIPE of the script, and the names of the settings that do not define a model.
+
+    The files import each other by their plain names. Afterwards, these names mean what they meant
+    before, so that two exports do not mix.
+    """
+    before, path_before = {name: sys.modules.get(name) for name in MODULES}, [*sys.path]
+    for name in MODULES:
+        sys.modules[name] = import_module(f".{name}", __package__)
+    script, base = sys.modules[MODULES[-1]], sys.modules["train_gpt2"]
+    sys.path[:] = path_before
+    for name, module in before.items():
+        del sys.modules[name]
+        if module is not None:
+            sys.modules[name] = module
+    return script.RECIPE, {*base.MAY_CHANGE, "init", "dtype"}  # config.dtype is transformers' own
+
+
+RECIPE, OTHER_SETTINGS = load_recipe()
+SETTINGS = {k: v for k, v in vars(RECIPE.settings()).items() if k not in OTHER_SETTINGS}
 
 
 class GPT2SpeedrunConfig(PretrainedConfig):
-    """The settings that define the model, with names and defaults of Hyperparameters."""
+    """The settings that define the model, with the names and defaults of the script."""
 
     model_type = "gpt2_speedrun"
     attribute_map = {  # noqa: RUF012  # the names that transformers and its users look for
@@ -34,7 +59,7 @@ class GPT2SpeedrunConfig(PretrainedConfig):
     }
 
     def __init__(self, **settings):
-        super().__init__(**model_settings(Hyperparameters()) | settings)
+        super().__init__(**SETTINGS | settings)
 
 
 def float32_model(config):
@@ -42,12 +67,12 @@ def float32_model(config):
 
     In bfloat16, its buffers would be inexact, and on the device "meta", they would have no values.
     """
-    settings = {name: getattr(config, name) for name in model_settings(Hyperparameters())}
+    args = RECIPE.settings(**{name: getattr(config, name) for name in SETTINGS})
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):
-            return build_model(Hyperparameters(**settings), torch.float32)
+            return RECIPE.build_model(args, torch.float32)
     finally:
         torch.set_default_dtype(default_dtype)
 
@@ -72,7 +97,7 @@ def documents_of(is_token, position_ids):
 
 
 class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
-    """GPT or ModernGPT of train_gpt2.py. The embedding of GPT is also its output head.
+    """A model with the embedding wte and the output head lm_head, such as GPT or ModernGPT.
 
     There is no cache of keys and values: generation computes the whole text anew for each token.
     """
@@ -80,12 +105,12 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = GPT2SpeedrunConfig
     accepts_loss_kwargs = True  # Trainer passes num_items_in_batch
     _tied_weights_keys = {"gpt.lm_head.weight": "gpt.wte.weight"}  # noqa: RUF012  # if tied
-    _no_split_modules = ("GPT", "ModernGPT")  # all layers are on one device
     _supports_sdpa = True
 
     def __init__(self, config):
         super().__init__(config)
         self.gpt = float32_model(config)
+        self._no_split_modules = [type(self.gpt).__name__]  # all layers are on one device
         for module in self.gpt.modules():
             module.first_buffers = dict(module.named_buffers(recurse=False))
         for parameter in self.gpt.parameters():
@@ -111,10 +136,11 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         self.gpt.lm_head = head
 
     def resize_token_embeddings(self, new_num_tokens=None, *arguments, **options):
-        """Resize as in transformers. Raises ValueError for a modern model."""
-        if self.config.model == "modern" and new_num_tokens is not None:
+        """Resize as in transformers. Raises ValueError for a model with several tables."""
+        tables = [module for module in self.modules() if isinstance(module, nn.Embedding)]
+        if len(tables) > 1 and new_num_tokens is not None:
             fix = "use the tokens of the exported tokenizer"
-            raise ValueError(f"the vocabulary of a modern model cannot be resized: {fix}")
+            raise ValueError(f"the vocabulary of {len(tables)} tables cannot be resized: {fix}")
         return super().resize_token_embeddings(new_num_tokens, *arguments, **options)
 
     def generate(self, *arguments, **options):

@@ -1,6 +1,7 @@
 """Predict a training step on NVIDIA GPUs without one: time, launches, bytes and memory by part.
 
-    python records/tools/plan.py --device=H100 --world_size=8 [--tokens=GLOB] [--field=value ...]
+    python records/tools/plan.py --device=H100 --world_size=8 [--name=value ...]
+    python records/tools/plan.py modern [--tokens=GLOB] ...   # of records/modern/train_modern.py
 
 Forward and backward consist of the kernels that Inductor generates for the GPU (gpu_compiler.py).
 The other operations and the all-reduces are counted by running train_step on fake tensors. Times
@@ -19,7 +20,7 @@ from unittest import mock
 
 from runlog import ROOT, argument_parser, command, packages, require
 
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "records" / "modern")]
 with packages():
     import gpu_compiler  # before torch
     import numpy as np
@@ -30,9 +31,8 @@ with packages():
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
     from torch.utils.flop_counter import flop_registry
-
-    import train_gpt2
-    from train_gpt2 import BLOCK, modern_layers
+    from train_modern import BLOCK, window_blocks_at
+    from weights import recipe_and_settings, train_gpt2
 
 FLOPS_SHARES = {  # of the peak FLOP/s
     "product": 0.7,  # large ones reached 0.78 to 0.81 on an H200; others reach less
@@ -60,7 +60,7 @@ def visible_blocks(args, sequences):
     oldest = [np.searchsorted(ends, starts) for ends, starts in zip(last, first)]
     limits = np.arange(first.shape[1]) - oldest + 1  # by documents and causality
     steps = np.linspace(0, args.num_iterations, SAMPLED, dtype=int)
-    windows = [train_gpt2.window_blocks_at(step, args) for step in steps]
+    windows = [window_blocks_at(step, args) for step in steps]
     pairs = [(window, max(1, window // 2)) for window in windows]
     return [np.mean([np.minimum(limits, window) for window in each]) for each in zip(*pairs)]
 
@@ -98,8 +98,7 @@ class Clock(TorchDispatchMode):
     def __init__(self, gpu, args, world_size, visible):
         super().__init__()
         self.gpu, self.vocab_size, self.world_size = gpu, args.vocab_size, world_size
-        self.visible = visible  # see visible_blocks
-        self.starts_long = modern_layers(args.n_layer)[0].is_long
+        self.visible = visible  # see visible_blocks; None without windows
         self.seconds = 0.0
         self.graph = None  # the compiled graph that is running, if any
         self.masks = {}  # its block masks, numbered in the order of their first use
@@ -148,7 +147,7 @@ class Clock(TorchDispatchMode):
         """Charge flex_attention. The last layer, with which backward begins, has the long mask."""
         B, H, T, D = args[0].shape
         indices = args[9 if backward else 4][3]  # of its block mask
-        visible = self.visible if backward or self.starts_long else self.visible[::-1]
+        visible = self.visible if backward or self.first_is_long else self.visible[::-1]
         mask = self.masks.setdefault(indices, len(self.masks))
         tensors = [x for x in (*args, *out) if isinstance(x, torch.Tensor)]
         flops = (5 if backward else 2) * 2 * B * H * T * D * BLOCK * visible[mask]
@@ -192,46 +191,41 @@ class Clock(TorchDispatchMode):
         self.network.update(collectives=1, bytes=tensor.nbytes, seconds=seconds)
         self.spend("communication", seconds)
 
-    def time_steps(self, run, inputs, targets):
-        """Run train_step on rank 0 of world_size up to AdamW's next update; average over steps."""
-        is_initialized = lambda: self.world_size > 1  # noqa: E731
+    def time_step(self, run, inputs, targets):
+        """Run train_step on rank 0 of world_size."""
+        self.first_is_long = 0 in getattr(run.model, "long_layers", ())
         with (
-            mock.patch.multiple(dist, is_initialized=is_initialized, all_reduce=self.all_reduce),
+            mock.patch.object(dist, "all_reduce", self.all_reduce),
             in_ranges(parts_of_step(run), self.within),
             self,
         ):
-            for _ in range(run.args.adamw_every):
-                train_gpt2.train_step(run, inputs, targets)
-                run.step += 1
-        for amounts in (*self.usage.values(), self.network):
-            for name in amounts:
-                amounts[name] /= run.args.adamw_every
+            train_gpt2.train_step(run, inputs, targets)
 
 
-def planned(args, gpu, world_size, token_files=""):
+def planned(args, recipe, gpu, world_size, token_files=""):
     """Return (clock, memory, run) of a step on rank 0. memory: {use: bytes} at the peak."""
     gpu_compiler.chosen.gpu = gpu
-    visible = visible_blocks(args, read_sequences(args, token_files))
+    visible = None
+    if getattr(args, "attention_window", 0):
+        visible = visible_blocks(args, read_sequences(args, token_files))
     new_clock = functools.partial(Clock, gpu, args, world_size, visible)
     clock = new_clock()
+    on_gpu = gpu_compiler.on_gpu(args, recipe, world_size, lambda graph: clock.running(graph))
     with (
-        mock.patch.object(train_gpt2, "get_world_size", lambda: world_size),
-        gpu_compiler.on_gpu(args, lambda graph: clock.running(graph)) as (run, graphs),
+        mock.patch.multiple(train_gpt2, get_rank=lambda: 0, get_world_size=lambda: world_size),
+        on_gpu as (run, graphs),
     ):
         sequences = args.batch_size // world_size
         inputs = torch.zeros(sequences, args.sequence_length, dtype=torch.int64, device="cuda")
         for _ in range(2):  # the first update creates the optimizers' states
             clock = new_clock()
-            clock.time_steps(run, inputs, inputs.clone())
+            clock.time_step(run, inputs, inputs.clone())
     weights = sum(p.nbytes for p in run.model.parameters())
-    muon = train_gpt2.params_of(run.optimizers[0])
-    matrices = sum(p.numel() for p in muon)
+    matrices = sum(p.numel() for p in train_gpt2.params_of(run.optimizers[0]))
     states = tree_leaves([optimizer.state_dict()["state"] for optimizer in run.optimizers])
     peak = max(graph.peak_bytes for graph in graphs[1:])  # includes new gradients
     if sequences > run.micro_batch_size:
         peak += weights  # gradients of earlier micro-batches
-    elif args.adamw_every > 1:
-        peak += weights - sum(p.nbytes for p in muon)  # gradients of earlier steps
     updates = 2 * matrices  # Muon holds all of them in bfloat16
     memory = {"weights": weights, "optimizer states": sum(state.nbytes for state in states)}
     memory["activations and gradients"] = max(peak, weights + updates)
@@ -251,17 +245,17 @@ def page(run, device, clock, memory):
     model_flops = step["flops"] - clock.usage["Newton-Schulz"]["flops"]
     uses = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
     gpu, network = clock.gpu, clock.network
-    every = f"Figures are means of {args.adamw_every} steps, the last with an update of AdamW.\n"
-    every = every if args.adamw_every > 1 else ""
-    long, short = clock.visible
-    windows = f"A query sees {long:.2f} blocks of {BLOCK} keys in the layers with the long window, "
-    windows = windows + f"{short:.2f} in the others.\n" if args.window else ""
+    windows = ""
+    if clock.visible:
+        long, short = clock.visible
+        windows = f"A query sees {long:.2f} blocks of {BLOCK} keys in the layers with the long "
+        windows += f"window, {short:.2f} in the others.\n"
     return f"""\
 Planned, not measured: a step on {clock.world_size} x {device}, \
 {micro_batches} x {run.micro_batch_size} sequences on each.
 {device}: {gpu.flops / 1e12:g} TFLOP/s in bfloat16, memory {gpu.bandwidth / 1e9:g} GB/s, \
 bus {gpu.bus / 1e9:g} GB/s ({gpu.source}).
-{every}
+
 {markdown(["part", "launches", "GB", "TFLOP", "ms", "share"], rows)}
 
 Training: {args.num_iterations} steps in {step["seconds"] * args.num_iterations / 60:.1f} minutes. \
@@ -285,11 +279,12 @@ def main(argv):
     help = "shards whose documents limit attention; default: a document is as long as a sequence"
     parser.add_argument("--tokens", default="", help=help)
     own, rest = parser.parse_known_args(argv)
-    args, gpu = train_gpt2.parse_args(rest), gpu_compiler.GPUS[own.device]
+    recipe, settings = recipe_and_settings(rest)
+    args, gpu = train_gpt2.parse_args(settings, recipe), gpu_compiler.GPUS[own.device]
     require(args.dtype != "float32", "plans are for bfloat16: leave out --dtype=float32")
     divides = own.world_size > 0 and args.batch_size % own.world_size == 0
     require(divides, f"world_size={own.world_size} must divide batch_size={args.batch_size}")
-    clock, memory, run = planned(args, gpu, own.world_size, own.tokens)
+    clock, memory, run = planned(args, recipe, gpu, own.world_size, own.tokens)
     print(page(run, own.device, clock, memory))
 
 

@@ -1,37 +1,35 @@
 """Train once with each of the seeds 1, 2, ... and print the losses, their mean and its uncertainty.
 
     bash run.sh repeat 5 --run_id=mine [--name=value ...]     # mine_seed1 to mine_seed5
+    bash run.sh repeat 5 modern --preset=small --run_id=mine  # of records/modern/train_modern.py
 
-The settings are those of train_gpt2.py. With a target_val_loss, it prints p of the one-sided t-test
-that the mean is below it. NPROC in the environment is the number of processes. Called again, it
-keeps finished runs and continues unfinished ones. It rejects runs of other settings or sources.
+With a target_val_loss, it prints p of the one-sided t-test that the mean is below it. NPROC in the
+environment is the number of processes. Called again, it keeps finished runs and continues
+unfinished ones. It rejects runs of other settings or sources.
 """
 
 import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 from compare import against_target, check, interval_of_mean, losses_table
-from runlog import ROOT, argument_parser, command, read, require
+from runlog import ROOT, argument_parser, command, read, require, run_child
+from weights import recipe_and_settings
 
-SCRIPT = ROOT / "train_gpt2.py"
 
-
-def train(log, arguments):
+def train(log, recipe, arguments):
     """Train the run of a log to its end, unless it is finished; return the Run."""
     processes = int(os.environ.get("NPROC", "1"))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     names = [f"--log_dir={log.parent}", f"--run_id={log.stem}", "--resume=auto"]
     start = [sys.executable, *(launcher if processes > 1 else [])]
-    done = subprocess.run([*start, SCRIPT, *arguments, *names])
-    require(done.returncode == 0, f"{log.stem} ended with exit status {done.returncode}")
+    status = run_child([*start, ROOT / recipe.script, *arguments, *names])
+    require(status == 0, f"{log.stem} ended with exit status {status}")
     run = read(log)
     require(run.finished, f"{log.stem} was stopped: the same command continues the series")
-    same = run.source == SCRIPT.read_text() and not run.edited
-    require(same, f"{log} is of another version of {SCRIPT}: pass another --run_id")
+    same = run.source == recipe.source and not run.edited
+    require(same, f"{log} is of another version of {recipe.script}: pass another --run_id")
     return run
 
 
@@ -40,16 +38,15 @@ def main(argv):
     parser.add_argument("seeds", type=int, help="number of runs, at least 2")
     parser.add_argument("--run_id", default="repeat", help="name of the series, default: repeat")
     parser.add_argument("--log_dir", type=Path, default="logs", help="default: logs")
-    options, settings = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
+    recipe, settings = recipe_and_settings(rest)
     require(options.seeds > 1, f"{options.seeds} run has no standard deviation: train at least 2")
     chosen = [argument for argument in settings if re.match("--(seed|resume)\\b", argument)]
     require(not chosen, f"repeat chooses seed and resume itself: leave out {' '.join(chosen)}")
-    # Ctrl-C also reaches the run, which saves a checkpoint. Wait for that.
-    signal.signal(signal.SIGINT, lambda number, frame: None)
     runs = []
     for seed in range(1, options.seeds + 1):
         log = options.log_dir / f"{options.run_id}_seed{seed}.txt"
-        runs.append(train(log, [*settings, f"--seed={seed}"]))
+        runs.append(train(log, recipe, [*settings, f"--seed={seed}"]))
     target = runs[0].settings["target_val_loss"] or None  # 0 means none
     check([(options.run_id, runs)], target, options.seeds)
     losses = [run.val_loss for run in runs]

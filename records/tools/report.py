@@ -85,7 +85,7 @@ def collect(arguments):
         runs.sort(key=lambda run: run.seed)
         for what, value_of in LOSS_DEPENDS_ON.items():
             check_equal(what, value_of, runs)
-        check_equal("num_iterations", lambda run: run.schedule, runs)
+        check_equal("num_iterations", lambda run: run.num_iterations, runs)
     return groups
 
 

@@ -1,10 +1,12 @@
-"""Shared by the tools: command lines, and a parser for logs of all versions of train_gpt2.py."""
+"""Shared by the tools: command lines, and a parser for logs of all versions of the scripts."""
 
 import argparse
 import ast
 import contextlib
 import math
 import re
+import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +39,6 @@ COMPARABLE = {  # experiments are only compared if these are equal
     **LOSS_DEPENDS_ON,
     "training data": lambda run: run.facts.get("train_data"),
     "sequence_length": lambda run: run.settings["sequence_length"],
-    "schedule": lambda run: f"continued, {run.schedule}" if run.continued else "in one go",
 }
 
 
@@ -69,6 +70,16 @@ def command(main):
         sys.exit(130)
 
 
+def run_child(arguments):
+    """Run a command, pass signals on to it, and return its exit status."""
+    child = subprocess.Popen(arguments)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: child.send_signal(number))
+    status = child.wait()
+    return status if status >= 0 else 128 - status  # as a shell reports a signal
+
+
 def require(condition, sentence):
     """Raise ValueError with this sentence unless the condition holds."""
     if not condition:
@@ -81,10 +92,9 @@ class Run:
     """One run. Losses are in nats per token. Values missing from the log are None."""
 
     path: Path
-    source: str  # of the script; its sha256 in a shortened log
+    source: str  # of the script and its modules; its sha256 in a shortened log
     settings: dict
     facts: dict  # {name: text} of the header and the summary
-    schedule: list  # num_iterations, once, and again for each resume that raised it
     edited: bool  # whether the script was edited between two starts of the run
     points: dict  # {"train" or "val": [(step, loss)]}
     last_step: int = 0  # of the last point
@@ -92,7 +102,7 @@ class Run:
     ms_per_step: float = None  # mean, as logged
 
     seed = property(lambda self: self.settings["seed"])
-    num_iterations = property(lambda self: self.schedule[-1])
+    num_iterations = property(lambda self: self.settings["num_iterations"])
     last_val_step = property(lambda self: self.points["val"][-1][0] if self.points["val"] else 0)
     val_loss = property(lambda self: self.points["val"][-1][1] if self.points["val"] else None)
     tokens = property(lambda self: self.last_val_step * self.tokens_per_step)
@@ -106,11 +116,6 @@ class Run:
             return "diverged"
         complete = losses and self.last_val_step == self.num_iterations
         return None if complete and "val_loss" in self.facts else "unfinished"
-
-    @property
-    def continued(self):
-        """Whether num_iterations was raised in a resume, or the run began in another log."""
-        return len(self.schedule) > 1 or any(step > 1 for step, _ in self.points["train"][:1])
 
     @property
     def tokens_per_step(self):
@@ -201,7 +206,6 @@ def read(path):
             source=last.source,
             settings=last.settings,
             facts=last.facts,
-            schedule=list(dict.fromkeys(start.settings["num_iterations"] for start in starts)),
             edited=len({start.source for start in starts}) > 1,
             points={"train": [], "val": []},
         )

@@ -1,8 +1,8 @@
 """Generate text: `bash run.sh sample [PROMPT] [--weights=logs/RUN] [--top_k=40 ...]`.
 
 The text is printed as it is generated. Without --weights, the newest weights are used. Each token
-takes a whole forward pass of train_gpt2.py's own model, without a key-value cache, so that an
-edited model samples exactly as it was trained. The model sees the last sequence_length tokens.
+takes a whole forward pass of the script's own model, without a key-value cache, so that an edited
+model samples exactly as it was trained. The model sees the last sequence_length tokens.
 Every prompt begins a new document, and an end-of-text token ends the text.
 """
 
@@ -33,7 +33,7 @@ def pick(logits, temperature, top_k, generator):
 def generate(gpt, tokens, count, choose, T, n_vocab):
     """Yield `count` ids that follow tokens, a list. choose(logits (n_vocab,)) returns an id."""
     tokens = list(tokens)
-    device = gpt.lm_head.weight.device
+    device = next(gpt.parameters()).device
     for _ in range(count):
         inputs = torch.tensor([tokens[-T:]], device=device)
         logits = gpt(inputs)[0, -1, :n_vocab]  # the rest of the vocabulary is padding

@@ -1,4 +1,7 @@
-"""Show where the time of a step goes: `bash run.sh profile [--name=value ...]`, or torchrun.
+"""Show where the time of a step goes.
+
+    bash run.sh profile [--name=value ...]             # or start this file with torchrun
+    bash run.sh profile modern --preset=small          # of records/modern/train_modern.py
 
 It takes a few steps of the training loop under torch.profiler. Rank 0 prints how long the host is
 in each part of a step, and the profiler's table of the operations and kernels that take the most
@@ -14,25 +17,23 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from runlog import ROOT
+from runlog import command
 from torch._inductor import config as inductor_config
 from torch.profiler import profile, record_function, schedule
+from weights import recipe_and_settings, train_gpt2
 
-sys.path.insert(0, str(ROOT))
-import train_gpt2
-
-# Steps, times adamw_every. The first ones create the optimizers' states.
-WARM_UP, PROFILED = 2, 3
+WARM_UP, PROFILED = 2, 3  # steps; the first ones create the optimizers' states
 
 
 def parts_of_step(run):
     """Return (owner, name, part) of the functions that make up train_gpt2.train_step."""
+    modules = {sys.modules[type(optimizer).__module__] for optimizer in run.optimizers}
     return [
         (type(run.model), "__call__", "forward"),
         (torch.Tensor, "backward", "backward"),
         (train_gpt2, "sum_gradients", "gradient sums"),
         (dist.Work, "wait", "waits for ranks"),
-        (train_gpt2, "zeropower_via_newtonschulz5", "Newton-Schulz"),
+        *((m, "orthogonalize", "Newton-Schulz") for m in modules if hasattr(m, "orthogonalize")),
         *((optimizer, "step", type(optimizer).__name__) for optimizer in run.optimizers),
     ]
 
@@ -64,12 +65,11 @@ def write_results(run, profiler, names, steps):
         print(f"traces, for https://ui.perfetto.dev: {folder}", flush=True)
 
 
-def main(args, stop):
-    """Profile steps of a run, in this process or in torchrun's."""
-    run = train_gpt2.set_up(args, stop)
-    warm_up, profiled = (args.adamw_every * steps for steps in (WARM_UP, PROFILED))
+def profile_run(args, recipe, stop):
+    """Profile steps of a run, in this process or in torchrun's. It takes the place of main()."""
+    run = train_gpt2.set_up(args, recipe, stop)
     # Do not validate or save, and let even a short run take all steps.
-    steps = max(args.num_iterations, 2 * (warm_up + profiled))
+    steps = max(args.num_iterations, 2 * (WARM_UP + PROFILED))
     run.args = dataclasses.replace(args, num_iterations=steps, val_loss_every=0, save_every=0)
     if args.compile:
         with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
@@ -77,17 +77,17 @@ def main(args, stop):
 
     parts = [
         (type(run.train_loader), "batch", "batch"),
-        (train_gpt2, "log_step", "log_step"),
         (train_gpt2, "train_step", "train_step"),
+        (torch.Tensor, "item", "waits for loss"),
         *parts_of_step(run),
     ]
 
     def finish(profiler):
         names = {"ProfilerStep*", *(part for *_, part in parts)}
-        write_results(run, profiler, names, profiled)
+        write_results(run, profiler, names, PROFILED)
         stop.requested = True  # ends the training loop
 
-    in_turn = schedule(wait=1, warmup=warm_up, active=profiled, repeat=1)
+    in_turn = schedule(wait=1, warmup=WARM_UP, active=PROFILED, repeat=1)
     with (
         profile(schedule=in_turn, on_trace_ready=finish) as profiler,
         in_ranges(parts, record_function),
@@ -103,6 +103,11 @@ def main(args, stop):
     train_gpt2.leave_ranks()
 
 
+def main(argv):
+    recipe, settings = recipe_and_settings(argv)
+    with mock.patch.object(train_gpt2, "main", profile_run):
+        train_gpt2.cli(settings, recipe)
+
+
 if __name__ == "__main__":
-    with mock.patch.object(train_gpt2, "main", main):
-        train_gpt2.cli(sys.argv[1:])
+    command(main)

@@ -1,9 +1,9 @@
-"""Load a trained model: its weights, its settings, and the encoding of its data.
+"""Shared by the tools: find a script, and load the weights, the settings and the encoding of a run.
 
-The tools sample.py, evaluate.py and export.py share this. A file of weights is model.pt, best.pt or
-a checkpoint, state_step*.pt, in the folder of a run.
+A file of weights is model.pt, best.pt or a checkpoint, state_step*.pt, in the folder of a run.
 """
 
+import importlib.util
 import os
 import sys
 from dataclasses import replace
@@ -16,9 +16,40 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import pack  # noqa: E402
 
 import train_gpt2  # noqa: E402
-from train_gpt2 import Hyperparameters, UserError, build_model  # noqa: E402
+from train_gpt2 import UserError  # noqa: E402
 
 
+# ---- Scripts -------------------------------------------------------------------------------------
+def recipe_of(script):
+    """Return the RECIPE of a script, given by its path relative to the folder of train_gpt2.py.
+
+    The script is imported unless it already is. Raises UserError if there is none.
+    """
+    path, name = ROOT / script, Path(script).stem
+    is_inside = not Path(script).is_absolute() and ".." not in Path(script).parts
+    if not (is_inside and path.is_file()):
+        raise UserError(f"there is no script {script} in {ROOT}: put it there")
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    if not hasattr(sys.modules[name], "RECIPE"):
+        raise UserError(f"{path} defines no RECIPE, or another module has its name")
+    return sys.modules[name].RECIPE
+
+
+def recipe_and_settings(argv):
+    """Return the RECIPE that a tool's arguments ask for, and the settings that follow.
+
+    The first of argv may be `modern`, or the path of a script as for recipe_of.
+    """
+    if argv and not argv[0].startswith("-"):
+        script = "records/modern/train_modern.py" if argv[0] == "modern" else argv[0]
+        return recipe_of(script), argv[1:]
+    return train_gpt2.RECIPE, argv
+
+
+# ---- Weights -------------------------------------------------------------------------------------
 def parser_for(description):
     """Return an argument parser with the options of all tools that use a trained model."""
     parser = argument_parser(description)
@@ -48,19 +79,21 @@ def find(path):
 
 
 def load(path, device="cpu", dtype=None):
-    """Return (the model in evaluation mode, its Hyperparameters, the content of the file).
+    """Return (the model in evaluation mode, its settings, the content of the file).
 
     device: "cpu", "cuda" or "auto". dtype: of matmuls; by default that of training. Raises
     UserError if the file or the device is not usable.
     """
     state = train_gpt2.read_pt(path)
     try:
-        args = Hyperparameters(**state["hyperparameters"])
-        gpt = build_model(args, dtype or getattr(torch, args.dtype))
+        recipe = recipe_of(state["script"])
+        args = recipe.settings(**state["hyperparameters"])
+        gpt = recipe.build_model(args, dtype or getattr(torch, args.dtype))
         gpt.load_state_dict(state["model"])
     except (TypeError, RuntimeError) as error:  # an unknown setting, or other parameters
         reason = " ".join(str(error).split())
-        raise UserError(f"{path} does not fit this train_gpt2.py ({reason:.200})") from None
+        script = state["script"]
+        raise UserError(f"{path} does not fit {script} as it is now ({reason:.200})") from None
     device = train_gpt2.choose_device(replace(args, device=device))
     return gpt.to(device).eval(), args, state
 
@@ -68,12 +101,12 @@ def load(path, device="cpu", dtype=None):
 def encoding_of(state, args, name=""):
     """Return the encoding `name`, by default that of a run's data.
 
-    state, args: the content and the Hyperparameters of a file of weights. Raises ValueError if the
+    state, args: the content and the settings of a file of weights. Raises ValueError if the
     encoding is unknown, unavailable or has too many ids for the model.
     """
     if not name:
         # Data without a manifest, such as FineWeb's, do not tell.
-        name = state["facts"]["encoding"] or ("bytes" if args.vocab_size < 1024 else "gpt2")
+        name = state["fixed"]["encoding"] or ("bytes" if args.vocab_size < 1024 else "gpt2")
     encoding = pack.get_encoding(name)
     if encoding.n_vocab > args.vocab_size:
         raise UserError(

@@ -1,9 +1,10 @@
-"""Time Muon's step on the matrices of GPT-2 124M against torch.optim.Muon's, in alternating turns.
+"""Time a step of each Muon on the matrices of GPT-2 124M, in alternating turns.
 
     python tests/bench/bench_muon.py [--rounds=15] [--layers=12] [--width=768] [--before=FILE]
 
-FILE: an earlier train_gpt2.py, which is timed, too. Each ratio compares two turns of a round, whose
-order is random. torch.optim.Muon always multiplies in bfloat16; on a CPU without bfloat16
+These are the Muon of records/modern/muon.py, that of train_gpt2.py, and torch.optim.Muon. FILE: an
+earlier version of one of our files, which is timed, too. Each ratio compares two turns of a round,
+whose order is random. torch.optim.Muon always multiplies in bfloat16; on a CPU without bfloat16
 instructions, each of its steps takes minutes.
 """
 
@@ -14,8 +15,11 @@ from pathlib import Path
 import torch
 from bench_step import argument_parser, load_script, print_turns, timed
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import train_gpt2
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "records" / "modern")]
+import muon  # noqa: E402
+
+import train_gpt2  # noqa: E402
 
 
 def random_parameters(layers, C, device):
@@ -34,20 +38,23 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--before", metavar="FILE", help="an earlier train_gpt2.py")
+    parser.add_argument("--before", metavar="FILE", help="an earlier muon.py or train_gpt2.py")
     options = parser.parse_args()
     args = train_gpt2.Hyperparameters()
     device = train_gpt2.choose_device(args)
     dtype = getattr(torch, train_gpt2.choose_dtype(args, device))
     print(f"{device.type}, {torch.get_num_threads()} thread(s), our matmuls in {dtype}; {options}")
     sizes = options.layers, options.width, device
-    optimizers = {
-        "ours": train_gpt2.Muon(random_parameters(*sizes), lr=1e-4, dtype=dtype),
-        "torch.optim.Muon": torch.optim.Muon(random_parameters(*sizes), lr=1e-4, weight_decay=0.0),
-    }
+    classes = {"muon.py": muon.Muon, "train_gpt2.py": train_gpt2.Muon}
     if options.before:
-        muon = load_script(options.before).Muon
-        optimizers["before"] = muon(random_parameters(*sizes), lr=1e-4, dtype=dtype)
+        classes["before"] = load_script(options.before).Muon
+    optimizers = {
+        name: kind(random_parameters(*sizes), lr=1e-4, dtype=dtype)
+        for name, kind in classes.items()
+    }
+    optimizers["torch.optim.Muon"] = torch.optim.Muon(
+        random_parameters(*sizes), lr=1e-4, weight_decay=0.0
+    )
     times = {name: [] for name in optimizers}
     for _ in range(options.rounds + 1):
         for name in random.sample(list(optimizers), len(optimizers)):

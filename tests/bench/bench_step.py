@@ -2,11 +2,13 @@
 
     python tests/bench/bench_step.py --preset=24gb                  # against tests/plain.py
     python tests/bench/bench_step.py "plain compiled" MY_COPY.py --n_layer=2
+    python tests/bench/bench_step.py --script=records/modern/train_modern.py MY_COPY.py
 
-An opponent is `plain`, `plain compiled`, both of the model gpt2, or the path of an edited copy of
-the current train_gpt2.py. Each side runs in its own process. In every round both take a few steps,
-in random order, so that drifting speed affects both. Other arguments are settings of train_gpt2.py,
-whose data must be there. --rounds=9 and --steps=3 set the number of rounds, and of steps in each.
+An opponent is `plain` or `plain compiled`, both of record 7, or the path of another script that
+defines a RECIPE, such as an edited copy. Each side runs in its own process. In every round both
+take a few steps, in random order, so that drifting speed affects both. Other arguments are settings
+of both scripts, whose data must be there. --rounds=9 and --steps=3 set the number of rounds, and of
+steps in each.
 
 A ratio compares the two sides within one round; the table shows its median, minimum and maximum.
 Run nothing else meanwhile.
@@ -41,7 +43,7 @@ def argument_parser(description):
 
 
 def load_script(path):
-    """Import train_gpt2.py or a copy of it and return the module."""
+    """Import a Python file and return the module."""
     spec = importlib.util.spec_from_file_location("side", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there
@@ -76,16 +78,18 @@ def print_turns(seconds):
 
 # ---- A side, in its own process -----------------------------------------------------------------
 @functools.cache  # each process prepares only one side
-def prepare(name, args):
+def prepare(name, settings):
     """Return step(), which trains on the same batch each time."""
     is_plain = name in ("plain", "plain compiled")
     script = train_gpt2 if is_plain else load_script(name)
-    run = script.set_up(args, script.StopRequest())
+    core = getattr(script, "train_gpt2", script)  # a copy of train_gpt2.py is its own core
+    args = core.parse_args(settings, script.RECIPE)
+    run = core.set_up(args, script.RECIPE, core.StopRequest())
     batch = run.train_loader.batch(0)
     if not is_plain:
         if args.compile:
-            script.compile_model(run)
-        return functools.partial(script.train_step, run, *batch)
+            core.compile_model(run)
+        return functools.partial(core.train_step, run, *batch)
     model, dtype = plain.PlainGPT(args).to(run.device), run.model.dtype
     if name == "plain compiled":
         model.compile(dynamic=False)
@@ -94,9 +98,9 @@ def prepare(name, args):
     return functools.partial(plain.plain_step, model, optimizers, *batch, dtype, size)
 
 
-def take_turn(name, args, steps):
+def take_turn(name, settings, steps):
     """Take some steps; return seconds per step."""
-    step = prepare(name, args)
+    step = prepare(name, settings)
     step()  # reclaims caches and memory that the other side has used
     seconds = timed(step, steps)
     torch.cuda.empty_cache()  # does nothing without a GPU
@@ -104,17 +108,17 @@ def take_turn(name, args, steps):
 
 
 # ---- The table ----------------------------------------------------------------------------------
-def compare(opponent, args, rounds, steps):
-    """Measure the script's step and an opponent's in turns, and print a table of the two."""
+def compare(script, opponent, settings, rounds, steps):
+    """Measure a script's step and an opponent's in turns, and print a table of the two."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn) as ours, ProcessPoolExecutor(1, spawn) as theirs:
-        sides = {str(ROOT / "train_gpt2.py"): ours, opponent: theirs}
+        sides = {script: ours, opponent: theirs}
         seconds = {name: [] for name in sides}
         for name, process in sides.items():
-            process.submit(take_turn, name, args, 1).result()  # compiles
+            process.submit(take_turn, name, settings, 1).result()  # compiles
         for _ in range(rounds):
             for name in random.sample(list(sides), 2):
-                turn = sides[name].submit(take_turn, name, args, steps)
+                turn = sides[name].submit(take_turn, name, settings, steps)
                 seconds[name].append(turn.result())
     print_turns(seconds)
 
@@ -122,14 +126,14 @@ def compare(opponent, args, rounds, steps):
 def main():
     parser = argument_parser(__doc__)
     parser.add_argument("opponents", nargs="*", default=["plain"], metavar="OPPONENT")
+    parser.add_argument("--script", default=str(ROOT / "train_gpt2.py"))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3)
     options, settings = parser.parse_known_args()
-    args = train_gpt2.parse_args(settings)
-    print(f"python {' '.join(sys.argv)}\n{args}\ntorch {torch.__version__}", flush=True)
+    print(f"python {' '.join(sys.argv)}\ntorch {torch.__version__}", flush=True)
     for opponent in options.opponents:
         try:
-            compare(opponent, args, options.rounds, options.steps)
+            compare(options.script, opponent, tuple(settings), options.rounds, options.steps)
         except Exception as error:  # for example, a kernel that this device does not have
             print(f"{opponent} failed: {error!s:.200}", flush=True)
 

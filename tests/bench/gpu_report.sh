@@ -4,8 +4,8 @@
 # Writes the output of each part to DIR/PART.txt, and the logs of its runs to DIR. To end it in time,
 # begin the command with `timeout 530`. The parts, the most valuable first:
 #   default   40 steps of the default settings, then 15 steps with a warm compiler cache
-#   modern    STEPS steps (default 400, about 105M tokens) of --preset=modern, then as many tokens of
-#             the default settings
+#   modern    STEPS steps (default 400, about 105M tokens) of the modern script, then as many tokens
+#             of the default settings
 #   profile   where the time of a step goes (records/tools/step_profile.py)
 #   plain     a step against the plain implementation
 #   muon      tests/bench/bench_muon.py
@@ -14,7 +14,7 @@
 #             ONLY="combo_kernels cuda_graphs" chooses from the list below
 #   tests     pytest -m cuda
 #   resume    a run that is killed and resumed: bit-identical?
-#   small     three seeds of --preset=small, whose data must be in data/small
+#   small     three seeds of preset small, whose data must be in data/small
 # DATA: folder with *train_*.bin and *val_*.bin, or .bin.xz (default data/fineweb10B). PYTHON:
 # interpreter. The compiler's cache stays in logs/gpu_cache.
 set -uo pipefail
@@ -47,8 +47,8 @@ default() {
 }
 modern() {
     local steps=${STEPS:-400}
-    train --preset=modern "${data[@]}" "${logs[@]}" --val_tokens=983040 --run_id=modern \
-        --num_iterations="$steps" --val_loss_every=$((steps / 4))
+    "$python" records/modern/train_modern.py --warmdown_fraction=0.3 "${data[@]}" "${logs[@]}" \
+        --val_tokens=983040 --run_id=modern --num_iterations="$steps" --val_loss_every=$((steps / 4))
     # A step of the default settings has twice as many tokens.
     train "${default[@]}" --run_id=record7 --num_iterations=$((steps / 2)) \
         --val_loss_every=$((steps / 4))
@@ -98,7 +98,7 @@ largest = max((whole[name] - cut[name]).abs().max().item() for name in whole)
 print('killed after a checkpoint and resumed: largest difference of a weight', largest)"
 }
 small() {
-    NPROC=1 "$python" records/tools/repeat.py 3 --preset=small --run_id=small "${logs[@]}"
+    NPROC=1 "$python" records/tools/repeat.py 3 modern --preset=small --run_id=small "${logs[@]}"
 }
 
 for part; do

@@ -50,9 +50,8 @@ def report_and_leave():
 train_gpt2.leave_ranks = report_and_leave
 sys.settrace(trace)"""
 MACHINERY = [
-    "main", "claim_folder", "is_finished", "restore",
-    "newest_checkpoint", "load_checkpoint", "check_same", "save", "save_checkpoint", "finish",
-    "save_and_stop", "log_header", "log_summary", "start_file", "write", "validate",
+    "main", "train", "validate", "claim_folder", "restore", "newest_file", "load_weights", "read_pt",
+    "save", "save_checkpoint", "log_header", "log_summary", "write", "progress", "timed",
 ]  # fmt: skip
 
 
@@ -139,7 +138,7 @@ class Trial:
 
     def disks(self):
         """No file may be larger than a limit, of 60 sizes; then the limit is gone."""
-        for size in [*range(90_000, 120_000, 600), *range(1_000, 90_000, 9_000)]:
+        for size in [*range(40_000, 90_000, 1_000), *range(1_000, 40_000, 4_000)]:
             code = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, -1))"
             with self.case(save_every=0) as folder:
                 self.run(folder, script=launcher(folder, code), save_every=0)
