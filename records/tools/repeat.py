@@ -28,7 +28,7 @@ def train(log, recipe, arguments):
     require(status == 0, f"{log.stem} ended with exit status {status}")
     run = read(log)
     require(run.finished, f"{log.stem} was stopped: the same command continues the series")
-    same = run.source == recipe.source and not run.edited
+    same = run.source == "\n".join(recipe.sources.values()) and not run.edited
     require(same, f"{log} is of another version of {recipe.script}: pass another --run_id")
     return run
 
