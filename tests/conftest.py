@@ -29,8 +29,9 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 for folder in "", "data", "records/modern", "records/tools", "tests/bench":
     sys.path.insert(0, str(ROOT / folder))
 
-import train_gpt2  # noqa: E402
 import train_modern  # noqa: E402
+
+import train_gpt2  # noqa: E402
 
 # PyTorch collects its factory functions when a device is first used in this way. Loading a model,
 # transformers replaces torch.linspace for a while, and must not be first.

@@ -38,7 +38,7 @@ def model(request, tmp_path_factory):
     for tensor in state["model"].values():
         tensor += 0.2 * torch.randn_like(tensor)
     gpt, args, _ = weights.load(write_weights(folder / "model.pt", state), dtype=torch.float32)
-    export.write_model(folder, gpt, args, BYTES, script.RECIPE.script)
+    export.write_model(folder, gpt, args, BYTES, script.RECIPE)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     return SimpleNamespace(hf=model.requires_grad_(False), gpt=gpt.requires_grad_(False))
 

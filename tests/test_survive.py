@@ -231,7 +231,7 @@ def test_a_fault_in_one_rank_ends_all_ranks_with_one_message(name, tiny, tmp_pat
 
 UNLIKE = {  # how rank 1 differs, as on another node: Python that it runs first
     "seed": 'sys.argv.append("--seed=1")',
-    "source": 'train_gpt2.cli.__defaults__ = (train_gpt2.RECIPE._replace(sources={}),)',
+    "source": "train_gpt2.cli.__defaults__ = (train_gpt2.RECIPE._replace(sources={}),)",
     "dtype": 'train_gpt2.choose_dtype = lambda *_: "float32"',
     "torch": 'torch.__version__ = "another"',
     "val_data": 'os.chdir("other_val")',

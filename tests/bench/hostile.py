@@ -50,8 +50,8 @@ def report_and_leave():
 train_gpt2.leave_ranks = report_and_leave
 sys.settrace(trace)"""
 MACHINERY = [
-    "main", "train", "validate", "claim_folder", "restore", "newest_file", "load_weights", "read_pt",
-    "save", "save_checkpoint", "log_header", "log_summary", "write", "progress", "timed",
+    "main", "train", "validate", "claim_folder", "restore", "newest_file", "load_weights", "save",
+    "read_pt", "save_checkpoint", "log_header", "log_summary", "write", "progress", "timed",
 ]  # fmt: skip
 
 

@@ -1,0 +1,96 @@
+"""Prepare the data of a run: `python data/prepare.py [modern] [--name=value ...] [--yes]`.
+
+The settings are those of train_gpt2.py or, after the word `modern`, of train_modern.py. The folder
+of train_files decides what to do:
+
+    data/torch_sources    packs the Python files of the installed PyTorch, as bytes
+    data/small            downloads 20M tokens of FineWeb (40 MB) and packs them in GPT-2's first
+                          2,048 tokens
+    data/fineweb10B       downloads the shards that the run needs, each 0.2 GB
+    any other folder      nothing: it holds the user's own data
+
+Data that are already there are kept. A download asks first, unless --yes is given.
+"""
+
+import math
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "records" / "modern")]
+
+import fineweb  # noqa: E402
+import pack  # noqa: E402
+import torch  # noqa: E402
+
+import train_gpt2  # noqa: E402
+
+TORCH_SOURCES, SMALL, FINEWEB = (
+    Path("data", name) for name in ("torch_sources", "small", "fineweb10B")
+)
+
+
+def read_settings(argv):
+    """Return the settings of a run."""
+    if argv[:1] != ["modern"]:
+        return train_gpt2.parse_args(argv)
+    import train_modern
+
+    return train_gpt2.parse_args(argv[1:], train_modern.RECIPE)
+
+
+def shards_for(args):
+    """Return how many training shards of FineWeb a run reads."""
+    tokens = args.num_iterations * args.batch_size * args.sequence_length + 1  # the last target
+    return math.ceil(tokens / pack.SHARD_TOKENS)
+
+
+def pack_torch_sources():
+    """Pack the sources of PyTorch, except the file that differs between builds."""
+    folder = str(Path(torch.__file__).parent)
+    files = ["--pattern", "*.py", "--exclude", "version.py"]
+    options = ["--encoding", "bytes", "--val_fraction", "0.02", "--hash_only"]
+    pack.main([folder, *files, *options, "--out", str(TORCH_SOURCES)])
+
+
+def pack_small(yes):
+    """Download a part of FineWeb and pack it."""
+    part = Path("data", "fineweb_part")
+    fineweb.fetch(part, part=20_000_000, yes=yes)
+    shard = str(part / fineweb.train_shard(1))
+    pack.main([shard, "--encoding", "gpt2-2048", "--val_fraction", "0.02", "--out", str(SMALL)])
+
+
+def prepare(argv, yes):
+    """Prepare the data of the run with these arguments."""
+    for folder in TORCH_SOURCES, SMALL:
+        if (folder / ".pack").exists():  # packing was interrupted
+            shutil.rmtree(folder)
+    args = read_settings(argv)
+    folder = Path(args.train_files).parent
+    if folder == TORCH_SOURCES and not (folder / "manifest.json").exists():
+        pack_torch_sources()
+    elif folder == SMALL and not (folder / "manifest.json").exists():
+        pack_small(yes)
+    elif folder == FINEWEB:
+        if args.device != "cpu" and torch.cuda.device_count() == 0:
+            raise ValueError(
+                "no GPU was found, and these settings train GPT-2 124M, which takes months on a "
+                "CPU: try `bash run.sh` or `bash run.sh modern --preset=small`, or pass "
+                "--device=cpu"
+            )
+        fineweb.fetch(folder, shards_for(args), yes=yes)
+
+
+def main(argv):
+    try:
+        prepare([argument for argument in argv if argument != "--yes"], "--yes" in argv)
+    except (ValueError, OSError) as error:
+        sys.exit(f"data/prepare.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("data/prepare.py: stopped; run the same command again to continue")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
