@@ -741,15 +741,10 @@ def main(args, recipe=RECIPE, stop=None):
 # ---- Machinery: command line ---------------------------------------------------------------------
 def check_settings(args):
     """Raise UserError unless the settings are in range and consistent."""
-    for name, value in vars(args).items():
-        if isinstance(value, (int, float)) and not 0 <= value < 2**63:
-            raise UserError(f"{name}={value} must be at least 0 and less than 2**63")
-    for name in (
-        "vocab_size", "n_layer", "n_head", "n_embd", "batch_size", "sequence_length",
-        "num_iterations", "keep_checkpoints", "device_batch_size", "comm_timeout",
-    ):  # fmt: skip
-        if getattr(args, name) < 1:
-            raise UserError(f"{name}={getattr(args, name)} must be at least 1")
+    positive = "vocab_size n_layer n_head n_embd batch_size sequence_length num_iterations "
+    check_at_least(args, 1, positive + "keep_checkpoints device_batch_size comm_timeout")
+    numbers = "seed learning_rate muon_learning_rate muon_momentum warmdown_fraction val_tokens "
+    check_at_least(args, 0, numbers + "val_loss_every target_val_loss save_every")
     if args.muon_momentum >= 1:
         raise UserError(f"muon_momentum={args.muon_momentum} must be less than 1")
     if args.n_embd % (2 * args.n_head):
@@ -761,6 +756,13 @@ def check_settings(args):
         raise UserError(f"resume={args.resume!r} must be auto; to begin from a file, pass --init")
     if args.resume and not args.run_id:
         raise UserError("--resume=auto needs --run_id to know which run to resume")
+
+
+def check_at_least(args, low, names):
+    """Raise UserError if a setting is below `low` or huge. names: separated by spaces."""
+    for name in names.split():
+        if not low <= getattr(args, name) < 2**63:  # False for NaN
+            raise UserError(f"{name}={getattr(args, name)} must be at least {low} and not huge")
 
 
 def parse_args(argv, recipe=RECIPE):
@@ -786,11 +788,12 @@ def parse_args(argv, recipe=RECIPE):
             type={bool: boolean, int: int, float: float}.get(field.type, str),
             choices=get_args(field.type) or None,  # the values of a Literal
             metavar=str(field.default) or "''",  # --help shows the default here
-            help=field.metadata.get("help"),
+            help=field.metadata.get("help", "").replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
     settings = recipe.presets[given.pop("preset")] | given
-    packed_size = read_manifest(recipe.settings(**settings).train_files).get("vocab_size")
+    train_files = settings.get("train_files", recipe.settings.train_files)
+    packed_size = read_manifest(train_files).get("vocab_size")
     # The manifest overrides the default and the preset, but not the command line.
     if packed_size is not None and "vocab_size" not in given:
         multiple = 128 if packed_size > 1024 else 1  # large ones are padded, for speed
@@ -832,8 +835,7 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations
-    if max_steps < needed_steps:
+    if max_steps < (1 if args.allow_repeat else args.num_iterations):
         fix = "add data, lower --num_iterations or --batch_size, or pass --allow_repeat=True"
         raise UserError(f"{args.train_files!r} has tokens for only {max_steps} steps: {fix}")
     seed = args.seed if args.shuffle else None
@@ -923,11 +925,9 @@ def compile_model(run):
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
     targets = torch.zeros_like(inputs)  # a tensor of its own, or the compiler would merge them
     try:
-        run.model.eval()
         with torch.no_grad():
-            run.model(inputs, targets)
-        run.model.train()
-        loss = run.model(inputs, targets)
+            run.model.eval()(inputs, targets)
+        loss = run.model.train()(inputs, targets)
         loss.backward()
     except BackendCompilerFailed as error:
         cause = " ".join(str(error).split())
@@ -1143,7 +1143,6 @@ def save(run, name, **more):
         step=run.step,
         train_seconds=run.log.seconds["train"],
         val_loss=run.val_loss,
-        best_loss=run.best_loss,
         model=run.model.state_dict(),
         **more,
     )
@@ -1193,7 +1192,7 @@ def read_pt(path):
         if damaged_part is not None or any(attributes):
             raise ValueError("a checksum is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code in the file
-        if not {"script", "fixed", "best_loss", "model"} <= state.keys():
+        if not {"script", "fixed", "threads", "model"} <= state.keys():
             raise ValueError("another version of the script saved it")
         return state
     except Exception as error:  # both modules raise many types of exceptions
@@ -1210,8 +1209,7 @@ def claim_folder(run):
     if get_rank() != 0:
         return
     folder, lock_path = run.folder, run.folder / "run.lock"
-    has_files = run.log.path.exists() or any(folder.glob("*"))
-    if has_files and not lock_path.is_file():
+    if not lock_path.is_file() and (run.log.path.exists() or any(folder.glob("*"))):
         fix = "move them away, or pass another --run_id"
         raise UserError(f"{folder} or {run.log.path} were not created by this script: {fix}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -1240,7 +1238,9 @@ def restore(run):
         path = from_rank_0(newest_file(run) if get_rank() == 0 else None)
     if path:
         state = load_weights(run, path, run.fixed)
-        run.step, run.val_loss, run.best_loss = state["step"], state["val_loss"], state["best_loss"]
+        run.step, run.val_loss = state["step"], state["val_loss"]
+        with contextlib.suppress(UserError):  # there is no best.pt, or it is damaged
+            run.best_loss = read_pt(run.folder / "best.pt")["val_loss"]
         run.log.seconds["train"] = state["train_seconds"]
         run.finished = path.name == "model.pt"
         if run.finished:
@@ -1281,7 +1281,7 @@ def load_weights(run, path, expected):
         run.log(f"warning: the script has changed since it saved {path}")
     differences = []
     for name, value in expected.items():
-        saved = state["fixed"].get(name)
+        saved = state["fixed"].get(name, getattr(run.recipe.settings, name, None))
         if value != saved and None not in (value, saved):
             differences.append(f"{name}={saved} (here {value})")
     if differences:

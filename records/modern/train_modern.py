@@ -34,6 +34,7 @@ from train_gpt2 import (
     Hyperparameters,
     Rotary,
     UserError,
+    check_at_least,
     loss_or_logits,
     norm,
     setting,
@@ -68,10 +69,11 @@ class ModernSettings(Hyperparameters):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.n_embd < GATE_CHANNELS:
-            raise UserError(f"n_embd={self.n_embd} must be at least {GATE_CHANNELS}")
-        if self.max_ngram < 2:
-            raise UserError(f"max_ngram={self.max_ngram} must be at least 2")
+        numbers = "attention_window document_token ngram_rows embedding_learning_rate "
+        numbers += "muon_weight_decay momentum_warmup_fraction momentum_cooldown_fraction "
+        check_at_least(self, 0, numbers + "final_lr_fraction")
+        check_at_least(self, GATE_CHANNELS, "n_embd")
+        check_at_least(self, 2, "max_ngram")
         if self.attention_window and self.sequence_length % BLOCK:
             multiple = f"a multiple of {BLOCK} with --attention_window"
             raise UserError(f"sequence_length={self.sequence_length} must be {multiple}")
