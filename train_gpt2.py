@@ -233,18 +233,18 @@ class GPT(nn.Module):
         x = self.wte(inputs).to(self.dtype)  # (B, T, C)
         for block in self.h:
             x = block(x)
-        return loss_or_logits(norm(x), self.lm_head.weight, targets)
+        return loss_or_logits(norm(x), self.lm_head, targets)
 
 
-def loss_or_logits(x, weight, targets=None, softcap=0.0):
-    """Return the mean cross-entropy of logits x @ weight.T or, without targets, the logits.
+def loss_or_logits(x, head, targets=None, softcap=0.0):
+    """Return the mean cross-entropy of the logits head(x) or, without targets, the logits.
 
-    x: (B, T, C). weight: (V, C). targets: (B, T). softcap: bound on the logits; 0, in record 7.
+    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: bound on the logits, or 0.
     """
     if targets is None:
-        return soft_capped(F.linear(x, weight.type_as(x)), softcap)
-    if not torch.is_grad_enabled():
-        weight = weight.detach()  # so that LinearCrossEntropy computes no gradients
+        return soft_capped(head(x), softcap)
+    # Detached in validation, so that LinearCrossEntropy computes no gradients.
+    weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
     return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), softcap)
 
 

@@ -88,7 +88,7 @@ def test_mistakes_are_one_sentence(arguments, sentence, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        (dict(n_layer="1"), "does not fit train_gpt2.py as it is now .*'str' and 'int'"),
+        (dict(n_layer="1"), "does not fit train_gpt2.py as it is now .*'int' and 'str'"),
         (dict(n_layer=2), "does not fit train_gpt2.py as it is now .*Missing key"),
         (dict(n_embd=8), "does not fit train_gpt2.py as it is now .*size mismatch"),
         (dict(stranger=1), "does not fit train_gpt2.py as it is now .*'stranger'"),

@@ -15,9 +15,8 @@ from pathlib import Path
 
 # For the log. Read before the slow imports, in case a file is edited meanwhile.
 HERE = Path(__file__).resolve().parent
-SOURCES = {
-    name: (HERE / name).read_text(encoding="utf-8") for name in ("muon.py", "train_modern.py")
-}
+NAME = Path(__file__).name
+SOURCES = {file: (HERE / file).read_text(encoding="utf-8") for file in ("muon.py", NAME)}
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]  # the folders of muon.py and train_gpt2.py
 
 import torch
@@ -111,7 +110,7 @@ PRESETS = {
     ),
     "text": modern(  # your own text, in minutes on two CPU cores
         128, train_files="data/mine/train_*.bin", val_files="data/mine/val_*.bin",
-        vocab_size=257, ngram_rows=65536, n_layer=8, attention_window=0,
+        vocab_size=257, ngram_rows=65536, n_layer=4, attention_window=0,
         batch_size=8, sequence_length=512, device_batch_size=8, num_iterations=960,
         shuffle=True, allow_repeat=True, val_loss_every=240, save_every=240, val_tokens=0,
         target_val_loss=0.0,
@@ -344,7 +343,7 @@ class ModernGPT(nn.Module):
             outputs.append(x)
         # Backout (record 40): remove a part of what the earlier layers wrote.
         x = x - self.backout_weight * outputs[self.saved_layer]
-        return loss_or_logits(norm(x), self.lm_head.weight, targets, LOGIT_SOFTCAP)
+        return loss_or_logits(norm(x), self.lm_head, targets, LOGIT_SOFTCAP)
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -407,7 +406,7 @@ def window_blocks_at(step, args):
 
 
 RECIPE = train_gpt2.Recipe(
-    script="records/modern/train_modern.py",
+    script=f"records/modern/{NAME}",
     sources=train_gpt2.RECIPE.sources | SOURCES,
     settings=ModernSettings,
     presets=PRESETS,
