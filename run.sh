@@ -30,7 +30,7 @@ esac
 requirements=requirements.txt
 [[ ! $command =~ ^(report|compare|repeat|export|test)$ ]] || requirements+=" records/requirements.txt"
 [ "$command" != test ] || requirements+=" tests/requirements.txt"
-names=$(cd "$root" && grep -hv ';' $requirements | grep -o '^[a-z_-]*' || true)
+names=$(cd "$root" && grep -hv ';' $requirements | grep -o '^[a-z][a-z_-]*' || true)
 missing() {  # print what an interpreter lacks first
     "$1" -c "import sys
 from importlib.metadata import version
