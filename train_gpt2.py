@@ -974,7 +974,11 @@ def join_ranks(args):
     if "RANK" in os.environ and not dist.is_initialized():
         timeout = timedelta(seconds=args.comm_timeout)
         try:
-            dist.init_process_group(backend, timeout=timeout, device_id=gpu)
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            # After a restart by torchrun, the store still has the addresses of the dead ranks.
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            group = dict(store=store, rank=rank, world_size=world_size)
+            dist.init_process_group(backend, timeout=timeout, device_id=gpu, **group)
         except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or a GPU with two ranks
             fix = "use torchrun with one process per GPU, and check the network settings"
             raise UserError(f"cannot join the other ranks ({error}): {fix}") from None
