@@ -323,6 +323,7 @@ def test_the_process_group_is_bound_to_the_gpu(tiny, monkeypatch):
     gpu = torch.device("cuda", 1)
     monkeypatch.setattr(train_gpt2, "choose_device", lambda args: gpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(set=device))
+    monkeypatch.setattr(dist, "rendezvous", lambda *a, **n: iter([(dist.HashStore(), 1, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **n: asked.update(n, backend=a[0]))
     monkeypatch.setenv("RANK", "1")
     chosen = train_gpt2.join_ranks(Hyperparameters(**tiny))
@@ -334,6 +335,7 @@ def test_an_error_of_nccl_says_to_start_one_process_per_gpu(tiny, monkeypatch):
     def init_process_group(*args, **options):
         raise dist.DistBackendError("Duplicate GPU detected")
 
+    monkeypatch.setattr(dist, "rendezvous", lambda *a, **n: iter([(dist.HashStore(), 1, 2)]))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(UserError, match=r"Duplicate GPU detected.*one process per GPU"):
