@@ -115,7 +115,7 @@ MAY_CHANGE = {  # when a run is resumed; all other settings must stay the same
 PRESETS = {
     "record7": dict(),  # GPT-2 124M on FineWeb, for eight 80 GB GPUs
     "24gb": dict(device_batch_size=32),  # the same run on one 24 GB GPU
-    "cpu": dict(  # a small GPT on PyTorch's source code, in about a minute on two CPU cores
+    "cpu": dict(  # a small GPT on PyTorch's source code, on two CPU cores
         device="cpu", compile=False, vocab_size=257, n_layer=4, n_head=1, n_embd=128,
         train_files="data/torch_sources/train_*.bin", val_files="data/torch_sources/val_*.bin",
         batch_size=8, sequence_length=512, num_iterations=300, warmdown_fraction=0.5,
