@@ -62,15 +62,37 @@ def settings_of(args):
     return {name: value for name, value in vars(args).items() if name not in hidden}
 
 
+def as_module(text, modules):
+    """Return the text of a script as a module of a package with these modules.
+
+    Imports between them become relative, and lines that extend sys.path are left out.
+    """
+    lines = []
+    for line in text.splitlines():
+        for name in modules:
+            if line == f"import {name}":
+                line = f"from . import {name}"
+            elif line.startswith(f"from {name} import "):
+                line = line.replace(f"from {name} ", f"from .{name} ", 1)
+        if not line.startswith("sys.path"):
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
 def write_code(folder, recipe):
-    """Write the files that a recipe consists of, and the one that adapts its model."""
-    for file, text in recipe.sources.items():
-        (folder / file).write_text(text, encoding="utf-8")
+    """Write the files of a recipe as the modules of a package, and the one that adapts its model.
+
+    So two exports do not mix. In a model from the Hub, transformers would take an absolute import
+    between them for a missing package.
+    """
     modules = [Path(file).stem for file in recipe.sources]
-    imports = "".join(f"    from .{module} import RECIPE\n" for module in modules)
+    for file, text in recipe.sources.items():
+        (folder / file).write_text(as_module(text, modules), encoding="utf-8")
     adapter = Path(__file__).with_name(f"{MODELING}.py").read_text(encoding="utf-8")
-    adapter = adapter.replace('MODULES = ["train_gpt2"]', f"MODULES = {json.dumps(modules)}")
-    adapter = adapter.replace("    from .train_gpt2 import RECIPE\n", imports)
+    # transformers copies only modules that this one imports.
+    imports = [f"from .{name} import __file__ as _" for name in modules]
+    imports += ["from .train_gpt2 import MAY_CHANGE", f"from .{modules[-1]} import RECIPE"]
+    adapter = adapter.replace("from .train_gpt2 import MAY_CHANGE, RECIPE", "\n".join(imports))
     (folder / f"{MODELING}.py").write_text(adapter, encoding="utf-8")
 
 

@@ -6,10 +6,6 @@ records/tools/export.py copies this file and the script into each folder that it
 B rows of T tokens, V = vocab_size.
 """
 
-import sys
-from importlib import import_module
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
@@ -17,34 +13,16 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import can_return_tuple
 from transformers.utils.versions import require_version
 
-if TYPE_CHECKING:  # transformers copies the files that are imported here
-    from .train_gpt2 import RECIPE
+from .train_gpt2 import MAY_CHANGE, RECIPE
 
 require_version("transformers>=4.57.1", "Upgrade with: pip install -U transformers")
 
-MODULES = ["train_gpt2"]  # export.py lists the files that the script consists of; it is the last
-
-
-def load_recipe():
-    """Return the RECIPE of the script, and the names of the settings that do not define a model.
-
-    The files import each other by their plain names. Afterwards, these names mean what they meant
-    before, so that two exports do not mix.
-    """
-    before, path_before = {name: sys.modules.get(name) for name in MODULES}, [*sys.path]
-    for name in MODULES:
-        sys.modules[name] = import_module(f".{name}", __package__)
-    script, base = sys.modules[MODULES[-1]], sys.modules["train_gpt2"]
-    sys.path[:] = path_before
-    for name, module in before.items():
-        del sys.modules[name]
-        if module is not None:
-            sys.modules[name] = module
-    return script.RECIPE, {*base.MAY_CHANGE, "init", "dtype"}  # config.dtype is transformers' own
-
-
-RECIPE, OTHER_SETTINGS = load_recipe()
-SETTINGS = {k: v for k, v in vars(RECIPE.settings()).items() if k not in OTHER_SETTINGS}
+# Settings that can define the model, with their defaults. Config.dtype is that of transformers.
+SETTINGS = {
+    name: value
+    for name, value in vars(RECIPE.settings()).items()
+    if name not in {*MAY_CHANGE, "init", "dtype"}
+}
 
 
 class GPT2SpeedrunConfig(PretrainedConfig):
