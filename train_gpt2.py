@@ -305,9 +305,8 @@ def orthogonalize(G):
     Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    X = G / (
-        G.norm(dtype=torch.float64) + 1e-7
-    )  # float64: squares of large gradients do not overflow
+    # The norm is computed in float64, where the squares of large gradients do not overflow.
+    X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
     for _ in range(5):
@@ -1302,14 +1301,10 @@ class UserError(ValueError):
     """An error that the user can fix. It is reported in one line, without a traceback."""
 
 
-def params_of(optimizer):
-    """Return the parameters of all groups of an optimizer."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def check_optimizers(model, optimizers):
     """Raise UserError unless every parameter of the model is in exactly one optimizer."""
-    counts = Counter(p for optimizer in optimizers for p in params_of(optimizer))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    counts = Counter(p for group in groups for p in group["params"])
     for name, p in model.named_parameters():
         if counts.pop(p, 0) != 1:
             raise UserError(f"{name} must be in exactly one optimizer: see build_optimizers")

@@ -221,7 +221,8 @@ def planned(args, recipe, gpu, world_size, token_files=""):
             clock = new_clock()
             clock.time_step(run, inputs, inputs.clone())
     weights = sum(p.nbytes for p in run.model.parameters())
-    matrices = sum(p.numel() for p in train_gpt2.params_of(run.optimizers[0]))
+    muon = run.optimizers[0]
+    matrices = sum(p.numel() for group in muon.param_groups for p in group["params"])
     states = tree_leaves([optimizer.state_dict()["state"] for optimizer in run.optimizers])
     peak = max(graph.peak_bytes for graph in graphs[1:])  # includes new gradients
     if sequences > run.micro_batch_size:
