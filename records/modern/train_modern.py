@@ -1,11 +1,12 @@
-"""Train GPT-2 124M with ideas from the public speedrun records 8 to 77 (2024 to 2026).
+"""Train a model of GPT-2's width with ideas from the public speedrun records 8 to 77 (2024-2026).
 
     torchrun --standalone --nproc_per_node=8 records/modern/train_modern.py
     python records/modern/train_modern.py --preset=small      # English, in minutes on 2 CPU cores
     python records/modern/train_modern.py --preset=text       # your own text, packed into data/mine
 
-This file defines a model, its optimizers and their schedule. The data, the training loop, the log
-and checkpoints are those of train_gpt2.py, which also explains the shape letters (B, T, C, ...).
+This file defines a model (539M parameters, most of them in embedding tables), its optimizers and
+their schedule. The data, the training loop, the log and the checkpoints are those of train_gpt2.py,
+which also explains the shape letters (B, T, C, ...).
 """
 
 import dataclasses
