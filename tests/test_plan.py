@@ -54,7 +54,8 @@ KERNELS = {  # launches and GB, forward and backward
 
 
 @compiles
-@pytest.mark.parametrize("preset", ["record7", pytest.param("modern", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["record7", "modern"])
 def test_the_compiled_steps_have_the_expected_kernels_and_flops(preset, tmp_path):
     settings = [f"--preset={preset}", *SIZES, "--n_layer=4", "--num_iterations=63"]
     script = ["modern"] if preset == "modern" else []
