@@ -30,16 +30,54 @@ from train_gpt2 import RECIPE, main, parse_args
         ("--against {}/y*", 0, "Welch's t=-1.55 df=2.9 p=0.22 (two-sided), p=0.11 (one-sided: x"),
         ("--against {}/y*", 0, "x minus y: -2.0000, 95% interval -6.1554 to +2.1554."),
         ("--against {}/y*", 0, "They differ in: learning_rate 0.01 against 0.02."),
+        ("--against {}/y*", 0, "No seed is on both sides, so the runs are not paired."),
         ("--against {}/y*", 0, "No verdict: pass --n"),
         ("--against {}/z* --n=3", 0, "Significant: p="),
+        # Pairs with p: differences -1, -2, -3, so t = -2 / sqrt(1/3), with 2 degrees of freedom.
+        ("--against {}/p*", 0, "3 pairs of runs with equal seeds; standard deviation 1.0000."),
+        ("--against {}/p*", 0, "x minus p: -2.0000, 95% interval -4.4841 to +0.4841."),
+        ("--against {}/p*", 0, "Student's t=-3.46 df=2.0 p=0.074 (two-sided), p=0.037 (one-sided"),
+        ("--against {}/p*", 0, "| 2 | 2.0000 | 4.0000 | -2.0000 |"),
+        ("--against {}/p*", 0, "1,234 and 999 parameters, so the runs of a pair start from"),
+        ("--against {}/p* --n=3", 1, "Not significant: p=0.037"),
+        (
+            "--against {}/p* --nats_per_percent=0.5",
+            0,
+            "In per cent of the steps: -4.0%, -9.0% to +1.0%.",
+        ),
     ],
 )
 def test_statistics_match_values_computed_by_hand(arguments, status, sentence, tmp_path, capsys):
     write_group(tmp_path, "x", [1, 2, 3], target_val_loss=0)
-    write_group(tmp_path, "y", [2, 4, 6], target_val_loss=0, learning_rate=0.02)
-    write_group(tmp_path, "z", [21, 22, 23], target_val_loss=0)
+    write_group(tmp_path, "y", [2, 4, 6], first_seed=4, target_val_loss=0, learning_rate=0.02)
+    write_group(tmp_path, "z", [21, 22, 23], first_seed=4, target_val_loss=0)
+    write_group(tmp_path, "p", [2, 4, 6], target_val_loss=0, parameters=999)
     assert compare.main([f"{tmp_path}/x*", *arguments.format(tmp_path).split()]) == status
     assert sentence in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("first_seed", [1, 6])
+def test_the_tests_are_those_of_scipy(first_seed, tmp_path):
+    """Paired with equal seeds, Welch's with different ones."""
+    x, y = np.random.default_rng(0).normal([[3.6], [3.61]], 0.005, size=(2, 5)).round(4)
+    runs = [runlog.read(path) for path in write_group(tmp_path, "x", x)]
+    others = [runlog.read(path) for path in write_group(tmp_path, "y", y, first_seed)]
+    pairs = compare.pairs_of(runs, others[::-1])
+    if first_seed == 1:
+        expected = stats.ttest_rel(x, y, alternative="less")
+        p = compare.in_pairs("x", "y", pairs)
+    else:
+        assert pairs == []
+        expected = stats.ttest_ind(x, y, equal_var=False, alternative="less")
+        p = compare.against_group("x", x, "y", y)
+    assert p == pytest.approx(expected.pvalue)
+
+
+def test_seeds_without_a_partner_are_rejected(tmp_path):
+    write_group(tmp_path, "a", [1, 2, 3])
+    write_group(tmp_path, "b", [1, 2, 4], first_seed=2)
+    with pytest.raises(ValueError, match=r"the seeds \[1, 4\] are on one side only"):
+        compare.main([f"{tmp_path}/a*", "--against", f"{tmp_path}/b*"])
 
 
 TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
@@ -61,7 +99,7 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
         ({}, {"sequence_length": 4}, AGAINST, "these runs differ in sequence_length"),
         ({}, {"matmul_dtype": "bfloat16"}, AGAINST, "these runs differ in dtype of matmuls"),
         ({}, {"num_iterations": 20}, AGAINST, "a read 1,280 tokens and b 640: the first side may"),
-        ({}, {"loss": 1.2}, AGAINST, "all losses of b are {1.2}: a test needs some spread"),
+        ({}, {}, AGAINST, "all differences of the pairs are 0.0: a test needs some spread"),
         ({}, {}, "--target=1.5 --n=5", "a has 3 runs, but n=5 was fixed in advance"),
         ({}, {}, "--target=1.7", "not the target in the logs, 1.5"),
         ({}, {}, "--against {}/a*", "a log is on both sides"),

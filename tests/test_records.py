@@ -21,7 +21,7 @@ HEADER = dict(
 )  # fmt: skip
 FACTS = dict(
     val_data="aa", train_data="bb", device="CPU one", matmul_dtype="float32", processes=1,
-    torch="2.13.0", ms=7, memory=500,
+    torch="2.13.0", ms=7, memory=500, parameters="1,234",
 )  # fmt: skip
 
 
@@ -40,6 +40,7 @@ def write_log(
     lines = [f"Log of train_gpt2.py, run_id={path.stem}", source]
     lines += [f"hyperparameter {name}={value!r}" for name, value in values.items()]
     lines += [
+        f"training GPT with Muon, AdamW, {facts.parameters} parameters",
         f"torch:{facts.torch} commit: device:{facts.device} processes:{facts.processes} threads:2",
         f"matmul_dtype:{facts.matmul_dtype} micro_batch:4 val_tokens:{values['val_tokens']}",
         f"train_tokens:12345 train_data:{facts.train_data} val_data:{facts.val_data}",
@@ -65,10 +66,10 @@ def write_log(
     return path
 
 
-def write_group(folder, name, losses, **changes):
+def write_group(folder, name, losses, first_seed=1, **changes):
     return [
         str(write_log(folder / f"{name}_seed{seed}.txt", loss, seed=seed, **changes))
-        for seed, loss in enumerate(losses, 1)
+        for seed, loss in enumerate(losses, first_seed)
     ]
 
 
@@ -91,6 +92,7 @@ def test_log_written_by_training_is_read(tiny):
     assert [step for step, _ in run.points["train"]] == [1, 2, 3, 4, 5, 6]
     assert run.tokens == 6 * TINY["batch_size"] * 16
     assert (len(run.facts["train_data"]), len(run.facts["val_data"])) == (12, 12)
+    assert run.facts["parameters"].replace(",", "").isdigit()
     assert run.facts["torch"] == torch.__version__ and run.facts["matmul_dtype"] == "bfloat16"
     assert run.facts["val_loss"] == f"{loss:.4f}"
     assert (run.facts["processes"], run.facts["train_tokens"]) == ("1", "3000")

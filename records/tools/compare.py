@@ -3,14 +3,20 @@
     python records/tools/compare.py LOG... --target 1.32 --n 10     # is the mean loss below it?
     python records/tools/compare.py LOG... --against LOG... --n 5   # is A's mean below B's?
 
-LOG as for report.py. --n is the number of runs per side that was fixed before the runs. Without it
-there is no verdict, and the exit status is 0. With it, the verdict is "Significant" and the status
-0 if p is below 0.01, otherwise "Not significant" and 1.
+LOG as for report.py. Runs of one seed read the same batches and, if their weights have the same
+shapes, start from the same weights. So if both sides have the same seeds, the test is on the
+differences of the pairs; if they have no seed in common, it is Welch's test.
 
-The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, and groups whose
-settings, source or torch version vary. It also rejects sides that differ in data, validation
-tokens, sequence_length, number of processes or dtype. With --n, it also rejects a first
-group that read more tokens than the second. Losses are in nats per token.
+--n is the number of runs per side that was fixed before the runs. Without it there is no verdict,
+and the exit status is 0. With it, the verdict is "Significant" and the status 0 if the one-sided p
+is below 0.01, otherwise "Not significant" and 1. --nats_per_percent is the loss that one per cent
+more steps would gain; with it, differences are also printed in per cent of the steps.
+
+The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, seeds without a
+partner if others have one, and groups whose settings, source or torch version vary. It also rejects
+sides that differ in data, validation tokens, sequence_length, number of processes or dtype. With
+--n, it also rejects a first group that read more tokens than the second. Losses are in nats per
+token.
 """
 
 import numpy as np
@@ -70,8 +76,6 @@ def check(sides, target, n):
             f"{n}, or omit --n for no verdict",
         )
         check_repetitions(runs)
-        losses = {run.val_loss for run in runs}
-        require(len(losses) > 1, f"all losses of {name} are {losses}: a test needs some spread")
     every = [run for _, runs in sides for run in runs]
     require(len({run.path.resolve() for run in every}) == len(every), "a log is on both sides")
     logged = every[0].settings.get("target_val_loss")
@@ -90,6 +94,22 @@ def check(sides, target, n):
         )
 
 
+def pairs_of(runs, others):
+    """Return [(run, other)] with equal seeds, or [] if the sides have no seed in common."""
+    by_seed = {other.seed: other for other in others}
+    seeds = {run.seed for run in runs}
+    pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
+    alone = sorted(seeds ^ by_seed.keys())
+    fix = "give the same seeds on both sides, for a test of pairs, or no common seed"
+    require(not (pairs and alone), f"the seeds {alone} are on one side only: {fix}")
+    return sorted(pairs, key=lambda pair: pair[0].seed)
+
+
+def check_spread(name, values):
+    """Raise ValueError if all values are equal."""
+    require(len(set(values)) > 1, f"all {name} are {values[0]}: a test needs some spread")
+
+
 # ---- Tests --------------------------------------------------------------------------------------
 def losses_table(groups):
     """Return a row per pair (name, losses)."""
@@ -102,6 +122,7 @@ def losses_table(groups):
 
 def interval_of_mean(x):
     """Return the 95% t-interval of the mean, as text."""
+    check_spread("losses", x)
     low, high = stats.ttest_1samp(x, 0).confidence_interval(0.95)
     return f"{low:.4f} to {high:.4f}"
 
@@ -117,17 +138,50 @@ def against_target(name, x, target):
     return result.pvalue
 
 
-def against_group(a, x, b, y):
+def against_group(a, x, b, y, nats_per_percent=None):
     """Print Welch's test, one- and two-sided, and the difference's interval; return one-sided p."""
+    check_spread(f"losses of {a}", x)
+    check_spread(f"losses of {b}", y)
     two = stats.ttest_ind(x, y, equal_var=False)
     less = stats.ttest_ind(x, y, equal_var=False, alternative="less")
+    print("\nNo seed is on both sides, so the runs are not paired.")
+    print_difference(a, b, np.mean(x) - np.mean(y), two, less, "Welch's", nats_per_percent)
+    return less.pvalue
+
+
+def in_pairs(a, b, pairs, nats_per_percent=None):
+    """Print the differences of pairs of runs and Student's test on them; return one-sided p."""
+    x = [run.val_loss for run, _ in pairs]
+    y = [other.val_loss for _, other in pairs]
+    d = np.round(np.subtract(x, y), 4)  # losses have four decimals in a log
+    check_spread("differences of the pairs", d.tolist())
+    rows = [
+        [f"{run.seed}", f"{run.val_loss:.4f}", f"{other.val_loss:.4f}", f"{difference:+.4f}"]
+        for (run, other), difference in zip(pairs, d)
+    ]
+    print(f"\n{markdown(['seed', a, b, 'difference'], rows)}")
+    sizes = [run.facts.get("parameters") for run in pairs[0]]
+    if sizes[0] != sizes[1]:
+        counts = f"{sizes[0]} and {sizes[1]} parameters"
+        print(f"\nThe sides have {counts}, so the runs of a pair start from different weights.")
+    two = stats.ttest_1samp(d, 0)
+    less = stats.ttest_1samp(d, 0, alternative="less")
+    print(f"\n{len(d)} pairs of runs with equal seeds; standard deviation {np.std(d, ddof=1):.4f}.")
+    print_difference(a, b, np.mean(d), two, less, "Student's", nats_per_percent)
+    return less.pvalue
+
+
+def print_difference(a, b, mean, two, less, test, nats_per_percent):
+    """Print a mean difference with its interval and p. two, less: two- and one-sided results."""
     low, high = two.confidence_interval(0.95)
     print(
-        f"\n{a} minus {b}: {np.mean(x) - np.mean(y):+.4f}, 95% interval "
-        f"{low:+.4f} to {high:+.4f}. Welch's t={two.statistic:.2f} df={two.df:.1f} "
-        f"p={two.pvalue:.2g} (two-sided), p={less.pvalue:.2g} (one-sided: {a} is lower)."
+        f"{a} minus {b}: {mean:+.4f}, 95% interval {low:+.4f} to {high:+.4f}. "
+        f"{test} t={two.statistic:.2f} df={two.df:.1f} p={two.pvalue:.2g} (two-sided), "
+        f"p={less.pvalue:.2g} (one-sided: {a} is lower)."
     )
-    return less.pvalue
+    if nats_per_percent:
+        percent = [f"{value / nats_per_percent:+.1f}%" for value in (mean, low, high)]
+        print(f"In per cent of the steps: {percent[0]}, {percent[1]} to {percent[2]}.")
 
 
 def verdict(p, n):
@@ -147,6 +201,7 @@ def main(argv):
     other.add_argument("--against", nargs="+", metavar="LOG", help="the other side")
     other.add_argument("--target", type=float, help="loss that the mean must be below")
     parser.add_argument("--n", type=int, help="number of runs per side, fixed in advance")
+    parser.add_argument("--nats_per_percent", type=float, help="gain of one per cent more steps")
     options = parser.parse_args(argv)
     sides = []  # (name, runs) of each
     for logs in filter(None, (options.logs, options.against)):
@@ -156,9 +211,13 @@ def main(argv):
     groups = [(name, [run.val_loss for run in runs]) for name, runs in sides]
     print(losses_table(groups))
     if options.against:
-        (_, [run, *_]), (_, [other, *_]) = sides
-        print(f"\nThey differ in: {differences(run, other)}.")
-        p = against_group(*groups[0], *groups[1])
+        (a, runs), (b, others) = sides
+        print(f"\nThey differ in: {differences(runs[0], others[0])}.")
+        pairs = pairs_of(runs, others)
+        if pairs:
+            p = in_pairs(a, b, pairs, options.nats_per_percent)
+        else:
+            p = against_group(*groups[0], *groups[1], options.nats_per_percent)
     else:
         p = against_target(*groups[0], options.target)
     sentence, status = verdict(p, options.n)

@@ -21,6 +21,7 @@ FACT = re.compile(  # name:value in a line before the first step
     r"(?:^| )(torch|commit|device|processes|matmul_dtype|train_tokens|train_data|val_data)"
     r":(\S.*?)(?= [\w/]+:|$)"
 )
+PARAMETERS = re.compile(r"^training .* (?P<parameters>[\d,]+) parameters$")
 SUMMARY = re.compile(r"^(\w+): (.*)$")  # a line after the last step
 
 # What makes runs comparable: the rules of all tools.
@@ -152,6 +153,8 @@ def read_start(text):
             start.settings[name] = ast.literal_eval(value)
         elif point := POINT.match(line):
             start.points.append(point)
+        elif size := PARAMETERS.match(line):
+            start.facts.update(size.groupdict())
         else:
             start.facts.update(FACT.findall(line) + SUMMARY.findall(line))
     return start
