@@ -5,13 +5,13 @@
     python train_gpt2.py --preset=cpu                           # a small GPT on two CPU cores
     python train_gpt2.py --help                                 # all settings and presets
 
-This reimplements record 7 of the public NanoGPT speedrun (October 2024), which reached 3.2755 in
-12.0 minutes on 8xH100. Two things differ: the residual stream is bfloat16, and the shards are read
-as one stream. This file has not been run on a GPU yet. It needs Linux or macOS, torch 2.5+, numpy.
+This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
+github.com/KellerJordan/modded-nanogpt. Two things differ: the residual stream is bfloat16, and a
+sequence may span two shards. Not run on a GPU yet. Needs Linux or macOS, torch 2.5+ and numpy.
 
 Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery.
-Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. A docstring
-that begins with "Collective" means that every rank (torchrun process) must call the function.
+Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Every rank
+(torchrun process) must call the functions whose docstrings begin with "Collective".
 """
 
 import argparse
@@ -40,7 +40,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-# For the log. Read before the slow import of torch, in case the file is edited meanwhile.
+# For the log. It is read first, because the file could be edited while torch is imported.
 SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
 START = time.perf_counter()  # before the imports, which count as setup
 
@@ -80,10 +80,10 @@ class Hyperparameters:
     learning_rate: float = setting(0.0036, "AdamW learning rate of the embedding and head")
     muon_learning_rate: float = setting(0.00036, "Muon learning rate of all other matrices")
     muon_momentum: float = setting(0.95, "Muon momentum")
-    warmdown_fraction: float = setting(1450 / 5100, "final fraction of steps, in which rates decay")
-    shuffle: bool = setting(False, "shuffle; each epoch cuts the stream at a new random offset")
+    warmdown_fraction: float = setting(1450 / 5100, "last fraction of steps, with decaying rates")
+    shuffle: bool = setting(False, "read sequences in random order, cut anew in each epoch")
     init: str = setting("", "file with initial weights, such as model.pt")
-    val_tokens: int = setting(10485760, "validation tokens; 0: all there are, up to 2**18")
+    val_tokens: int = setting(10485760, "validation tokens; 0: 2**18, or all if there are fewer")
 
     # Files and machine. A resumed run may change these: see MAY_CHANGE.
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
@@ -95,9 +95,9 @@ class Hyperparameters:
     log_dir: str = setting("logs", "folder of logs and checkpoints")
     save_every: int = setting(0, "steps between checkpoints; 0: only if a signal stops the run")
     keep_checkpoints: int = setting(2, "number of recent checkpoints to keep")
-    resume: str = setting("", "auto: continue run_id from its newest checkpoint, if it has one")
+    resume: str = setting("", "auto: resume the run run_id from its newest checkpoint, if any")
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = setting(64, "maximum sequences per forward pass, to save memory")
+    device_batch_size: int = setting(64, "maximum sequences in a forward pass; lower: less memory")
     compile: bool = setting(True, "use torch.compile; False starts sooner but trains more slowly")
     comm_timeout: int = setting(600, "timeout of collectives, in seconds")
 
@@ -105,7 +105,7 @@ class Hyperparameters:
         check_settings(self)
 
 
-MAY_CHANGE = {  # when a run is resumed; all other settings must stay the same
+MAY_CHANGE = {  # settings that may change on resuming; the content of the files may not
     "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss", "run_id",
     "log_dir", "save_every", "keep_checkpoints", "resume", "device", "device_batch_size", "compile",
     "comm_timeout",
@@ -128,7 +128,7 @@ PRESETS = {
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
 def norm(x):
     """RMSNorm over the last dimension, without a gain."""
-    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's epsilon, even if x is bfloat16
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # bfloat16's default is too large
 
 
 class CastedLinear(nn.Linear):
@@ -139,9 +139,9 @@ class CastedLinear(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: rotates each channel pair (i, i + D/2) clockwise.
+    """Rotary position embedding: rotates each channel pair (i, i + D/2).
 
-    The angle is position * frequencies[i], in radians. Source: https://arxiv.org/abs/2104.09864
+    The angle is -position * frequencies[i], in radians. Source: https://arxiv.org/abs/2104.09864
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -239,19 +239,19 @@ class GPT(nn.Module):
 def loss_or_logits(x, head, targets=None, softcap=0.0):
     """Return the mean cross-entropy of the logits head(x) or, without targets, the logits.
 
-    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: bound on the logits, or 0.
+    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: bound on the logits; 0: none.
     """
     if targets is None:
         return soft_capped(head(x), softcap)
-    # Detached in validation, so that LinearCrossEntropy computes no gradients.
+    # Detached in validation, because ctx.needs_input_grad ignores no_grad.
     weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
     return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), softcap)
 
 
 def soft_capped(logits, softcap):
-    """Return the logits in float32 and, if softcap > 0, as softcap * tanh(logits / softcap)."""
+    """Return the logits in float32, limited to softcap * tanh(logits / softcap) if softcap > 0."""
     logits = logits.float()
-    if softcap:  # the same by another formula, which inductor fuses better
+    if softcap:  # tanh(z) = 2 sigmoid(2 z) - 1, which inductor fuses better
         logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
     return logits
 
@@ -259,9 +259,9 @@ def soft_capped(logits, softcap):
 class LinearCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of x @ weight.T, computed in chunks of tokens to save memory.
 
-    The logits of 64 x 1024 tokens of GPT-2 would take 13.2 GB. Forward computes the loss of a chunk
-    and also its gradients (softmax minus one-hot), because it has the logits; backward only scales
-    them. x: (N, C), weight: (V, C), targets: (N,).
+    The logits of 64 x 1024 tokens of GPT-2 would take 13.2 GB. While forward has the logits of a
+    chunk, it also computes their gradient (softmax minus one-hot) and from it those of x and
+    weight, which backward only scales. x: (N, C), weight: (V, C), targets: (N,).
     """
 
     @staticmethod
@@ -269,7 +269,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
-        # Small chunks are slow, so each has at least 512 x 50304 logits (measured on CPUs).
+        # Chunks of less than 512 x 50304 logits are slow (measured on CPUs).
         max_chunks = 2 if x.is_cuda else 8
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
         loss, grad_weight, grad_x = 0.0, 0.0, []
@@ -280,8 +280,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             if needs_gradient:
                 one_hot = torch.arange(len(weight), device=x.device) == targets_i[:, None]
                 grad_logits = (log_p.exp() - one_hot.float()) * (targets_i != -1)[:, None] / count
-                if softcap:
-                    grad_logits *= 1 - (logits / softcap).square()  # tanh' = 1 - tanh^2
+                if softcap:  # tanh' = 1 - tanh^2, and logits / softcap is the tanh
+                    grad_logits *= 1 - (logits / softcap).square()
                 grad_logits = grad_logits.type_as(x)
                 grad_x.append(grad_logits @ cast_weight)
                 grad_weight += (grad_logits.T @ x_i).float()
@@ -300,31 +300,31 @@ def orthogonalize(G):
     """Return approximately U V^T for a matrix G = U S V^T, by five Newton-Schulz iterations.
 
     G: (M, N), float32 or bfloat16; matmuls and the result have its dtype. With R = X X^T, an
-    iteration replaces X by a X + (b R + c R R) X. This maps each singular value s to
-    a s + b s^3 + c s^5, and after five iterations, nearly all of them lie between 0.7 and 1.2.
+    iteration sets X = a*X + b*R X + c*R R X. Because R X = U S^3 V^T, a singular value s becomes
+    a*s + b*s^3 + c*s^5. After five iterations, nearly all of them lie between 0.7 and 1.2.
     Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    # The norm is computed in float64, where the squares of large gradients do not overflow.
+    # In float64, large squares do not overflow. A 0-D norm does not change the dtype of X.
     X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
     for _ in range(5):
         R = X @ X.T
-        Z = torch.addmm(R, R, R, beta=b, alpha=c)  # b R + c R R
-        X = torch.addmm(X, Z, X, beta=a)  # a X + Z X
+        Z = torch.addmm(R, R, R, beta=b, alpha=c)  # b*R + c*R R
+        X = torch.addmm(X, Z, X, beta=a)  # a*X + Z X
     return X.T if is_tall else X
 
 
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz, for matrices. The ranks divide the work.
 
-    lr: RMS change of a weight in a step. momentum: decay of the moving average of gradients. dtype:
-    dtype of the matmuls. Every rank must hold all parameters and their complete gradients.
+    lr: RMS of the change of a matrix in a step. momentum: decay of the moving average of gradients.
+    dtype: of the matmuls. Every rank must hold all parameters and their complete gradients.
 
     Each rank orthogonalizes a part of the matrices and writes the updates into its slots of a flat
-    bfloat16 buffer. The other slots are 0, so the sum over the ranks gives every rank all updates,
-    exactly. For other projects, records/modern/muon.py has more options.
+    bfloat16 buffer. Its other slots are 0, so the sum over the ranks gives every rank all updates,
+    without rounding. To use Muon in another project, see records/modern/muon.py.
     """
 
     def __init__(self, params, lr, momentum=0.95, rank=0, world_size=1, dtype=torch.bfloat16):
@@ -336,7 +336,7 @@ class Muon(torch.optim.Optimizer):
         """Collective: update all parameters in place."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            # Sorted by size and dealt out in turn, so that the ranks have about the same work.
+            # Sorted by size and dealt out in turn, so that all ranks have about the same work.
             params.sort(key=torch.numel, reverse=True)
             sizes = [p.numel() for p in params]
             device = group["params"][0].device
@@ -347,20 +347,20 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 momentum_buffer = state["momentum_buffer"]
-                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # on all ranks, to be saved
+                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # all, so rank 0 can save them
                 if i % self.world_size == self.rank:
-                    # Nesterov momentum. Its scale does not matter, because G is normalized.
+                    # Nesterov momentum, up to a factor, which orthogonalize() removes.
                     direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])
                     update.copy_(orthogonalize(direction.to(self.dtype)))
             if self.world_size > 1:
                 dist.all_reduce(buffer)
             for p, update in zip(params, updates):
-                scale = max(p.shape) ** 0.5  # the RMS of U V^T is 1 / sqrt(max(M, N))
+                scale = max(p.shape) ** 0.5  # U V^T: norm sqrt(min(M, N)), RMS 1 / sqrt(max(M, N))
                 p.add_(update, alpha=-group["lr"] * scale)
 
 
 # ---- Data: shards of tokens, read as one stream --------------------------------------------------
-# A shard: 256 int32 values (magic number 20240520, version 1, token count, zeros), uint16 tokens.
+# A shard is a header of 256 int32 (20240520, version 1, token count, zeros), then uint16 tokens.
 HEADER_BYTES = 1024
 
 
@@ -380,7 +380,7 @@ def shard_size(path):
 
 
 class TokenStream:
-    """The tokens of all shards that match a glob, concatenated in name order, endlessly repeated.
+    """The tokens of all shards that match a glob, in the order of their names, endlessly repeated.
 
     Wildcards work in the file name, not in the folder. The files stay open, so replacing one does
     not affect the run. Raises UserError if no file matches, if a file is not a complete shard or,
@@ -399,7 +399,7 @@ class TokenStream:
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
         self.total_tokens = sum(self.sizes)
-        self.starts = [0, *np.cumsum(self.sizes).tolist()][:-1]  # position of each shard
+        self.starts = np.cumsum([0, *self.sizes[:-1]]).tolist()  # position of each shard
 
     def read(self, start, count):
         """Return `count` tokens (uint16) from position `start` of the repeated stream."""
@@ -421,7 +421,7 @@ class TokenStream:
         return np.concatenate(parts)
 
     def checksums(self):
-        """Return (size, crc32) of each shard. Of a large one, about 128 samples are read."""
+        """Return (size, crc32) of each shard. A large one is read in about 128 places only."""
         part_size = 2**16
         checksums = []
         for start, size in zip(self.starts, self.sizes):
@@ -470,8 +470,8 @@ class DistributedDataLoader:
 def shuffled_starts(seed, epoch, total_tokens, T):
     """Return the positions at which the sequences of an epoch start, in random order.
 
-    They tile the stream from a random offset below T. The last one may wrap around to the start of
-    the stream, and total_tokens % T tokens are unused.
+    The stream is cut into total_tokens // T sequences, beginning at a random offset in [0, T). The
+    one at the end may wrap around to the start. total_tokens % T tokens are left over and not used.
     """
     generator = np.random.default_rng((seed, epoch))
     return generator.integers(T) + T * generator.permutation(total_tokens // T)
@@ -480,7 +480,7 @@ def shuffled_starts(seed, epoch, total_tokens, T):
 def inputs_and_targets(sequences, device):
     """Split tokens of shape (B, T + 1) into two int64 tensors of shape (B, T) on a device.
 
-    A copy to a GPU is asynchronous, but kernels that are launched afterwards see the tokens.
+    Copies to a GPU are asynchronous, but kernels that are launched later wait for them.
     """
     inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64, order="C"))
     targets = torch.from_numpy(sequences[:, 1:].astype(np.int64, order="C"))
@@ -518,10 +518,10 @@ def apply_schedule(model, optimizers, step, args):
 
 
 class Recipe(NamedTuple):
-    """What a script must define to train with the rest of this file, by passing it to cli()."""
+    """What another script defines, and passes to cli(), to train with the rest of this file."""
 
     script: str  # the path of the script, relative to the folder of train_gpt2.py
-    sources: dict  # {file name: text} of all files that it consists of, for the log and exports
+    sources: dict  # {file name: text} of the script's files, for the log and for exported models
     settings: type  # Hyperparameters, or a subclass with more settings
     presets: dict
     build_model: Callable  # (args, dtype) -> model, called as model(inputs, targets)
@@ -543,10 +543,10 @@ RECIPE = Recipe(
 def train_step(run, inputs, targets):
     """Collective: take one optimizer step. Return a dict of 0-D tensors to log.
 
-    inputs, targets: (B, T) int64, this rank's part of the global batch. train() needs "loss", and
-    "stops", the number of ranks that got a signal. Does not wait for the GPU.
+    inputs, targets: (B, T) int64, this rank's part of the global batch. The dict must hold "loss"
+    and "stops" (how many ranks got a signal). Does not wait for the GPU.
     """
-    # If you add dropout, for example, it depends only on the seed, the step and the rank.
+    # Reseed, so that randomness such as dropout depends only on the seed, the step and the rank.
     seed = np.random.SeedSequence((run.args.seed, run.step, get_rank()))
     torch.manual_seed(int(seed.generate_state(1)[0]))
     loss = 0.0
@@ -560,7 +560,8 @@ def train_step(run, inputs, targets):
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    sums = torch.stack([loss, torch.full_like(loss, run.stop.requested)])
+    stop = torch.full_like(loss, run.stop.requested)  # 1 if this rank got a signal, else 0
+    sums = torch.stack([loss, stop])
     if get_world_size() > 1:
         dist.all_reduce(sums)
     return dict(loss=sums[0], stops=sums[1])  # add others, such as grad_norm=norm, to log them
@@ -588,13 +589,13 @@ def evaluate(run):
     size = run.micro_batch_size
     for x, y in zip(inputs.split(size), targets.split(size)):
         sequences = len(x)
-        padding = (0, 0, 0, size - sequences)  # because a new shape would recompile the model
+        padding = (0, 0, 0, size - sequences)  # rows; a new shape would need another compilation
         x, y = F.pad(x, padding), F.pad(y, padding, value=-1)
-        total += run.model(x, y).double() * sequences
+        total += run.model(x, y).double() * sequences  # the mean ignores the padding
     run.model.train()
     if get_world_size() > 1:
         dist.all_reduce(total)
-    return total.item() / (run.args.val_tokens // run.args.sequence_length)
+    return total.item() / (run.args.val_tokens // run.args.sequence_length)  # of all ranks
 
 
 def validate(run):
@@ -605,8 +606,8 @@ def validate(run):
     run.log.progress(run.step, "val_loss", run.val_loss, {})
     if not math.isfinite(run.val_loss):
         raise UserError(f"val_loss is {run.val_loss} at step {run.step}: lower the learning rates")
-    has_epochs = run.tokens_to_train > run.train_loader.stream.total_tokens
-    if has_epochs and run.val_loss < run.best_loss:  # later weights may overfit
+    repeats_data = run.tokens_to_train > run.train_loader.stream.total_tokens
+    if repeats_data and run.val_loss < run.best_loss:  # later weights may overfit
         run.best_loss = run.val_loss
         save(run, "best.pt")
 
@@ -622,7 +623,7 @@ def train(run):
         with run.log.timed("train"):
             results = train_step(run, *batch)
             run.step += 1
-            batch = run.train_loader.batch(run.step)  # read while the GPU computes the step
+            batch = run.train_loader.batch(run.step)  # the next one, read while the GPU is busy
             values = {name: tensor.item() for name, tensor in results.items()}  # waits for the GPU
         loss = values.pop("loss")
         run.stopped = values.pop("stops") > 0
@@ -631,7 +632,7 @@ def train(run):
             raise UserError(f"train_loss is {loss} at step {run.step}: lower the learning rates")
         if args.save_every and run.step % args.save_every == 0:
             save_checkpoint(run)
-    if not run.stopped:  # the schedule of a window, for example, affects the validation
+    if not run.stopped:  # a schedule may also set what validation uses, such as a window
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
@@ -639,7 +640,7 @@ def train(run):
 # ---- Main: from settings to a result -------------------------------------------------------------
 @dataclasses.dataclass
 class Run:
-    """Everything about a run, and its progress."""
+    """The parts of a run, and its progress."""
 
     recipe: Recipe
     args: Hyperparameters
@@ -672,7 +673,7 @@ def set_up(args, recipe, stop):
     train_loader, validation, val_tokens, data_facts = open_data(args, device)
     run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     dtype = choose_dtype(args, device)
-    # Replace "auto" and other placeholders by the values in use, so that the log shows them.
+    # Replace "auto" and other placeholders with actual values, so that the log shows them.
     args = dataclasses.replace(args, dtype=dtype, run_id=from_rank_0(run_id), val_tokens=val_tokens)
     versions = dict(torch=torch.__version__, source=digest(recipe.sources))
     check_ranks_agree(vars(args) | data_facts | versions, "launch all ranks in the same way")
@@ -712,7 +713,7 @@ def main(args, recipe=RECIPE, stop=None):
     """
     run = set_up(args, recipe, stop or StopRequest())
     claim_folder(run)
-    origin = restore(run)
+    origin = restore(run)  # sets run.step and run.finished, too
     if run.finished:
         run.log(origin)
         leave_ranks()
@@ -795,7 +796,7 @@ def parse_args(argv, recipe=RECIPE):
     packed_size = read_manifest(train_files).get("vocab_size")
     # The manifest overrides the default and the preset, but not the command line.
     if packed_size is not None and "vocab_size" not in given:
-        multiple = 128 if packed_size > 1024 else 1  # large ones are padded, for speed
+        multiple = 128 if packed_size > 1024 else 1  # large vocabularies are padded, for speed
         settings["vocab_size"] = math.ceil(packed_size / multiple) * multiple
     return recipe.settings(**settings)
 
@@ -826,7 +827,7 @@ def open_data(args, device):
     """Return (train_loader, validation, val_tokens, data_facts).
 
     validation: this rank's sequences, (sequences, T + 1) uint16. val_tokens: total over all ranks.
-    data_facts: checksums that identify the data, wherever the files are, and the encoding.
+    data_facts: the encoding, and checksums that identify the data wherever the files are.
     """
     batch_size, T = args.batch_size, args.sequence_length
     rank, world_size = get_rank(), get_world_size()
@@ -895,12 +896,11 @@ def configure_backend(args, device):
     """Set PyTorch's global options for a CPU. A GPU needs none."""
     if device.type == "cuda":
         return
-    # The first call of these functions can be inaccurate if it is multithreaded, so call each on
-    # one element (https://github.com/pytorch/pytorch/issues/188792).
+    # Their first call can be wrong if multithreaded: github.com/pytorch/pytorch/issues/188792
     for function in torch.cos, torch.sin, torch.sqrt:
         function(torch.ones(1))
-    # Despite their names, these two options affect CPUs. Up to 512 tokens, the unfused attention
-    # kernel is faster (measured); let it keep attention scores in bfloat16.
+    # Despite their names, these options affect CPUs. For at most 512 tokens, unfused attention is
+    # faster (measured), so disable flash attention. Let unfused attention keep bfloat16 scores.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     # Sum the gradients of repeated tokens in a fixed order, so that runs are bit-reproducible.
@@ -922,7 +922,7 @@ def compile_model(run):
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
-    targets = torch.zeros_like(inputs)  # a tensor of its own, or the compiler would merge them
+    targets = torch.zeros_like(inputs)  # not `inputs` again, which would be compiled as one tensor
     try:
         with torch.no_grad():
             run.model.eval()(inputs, targets)
@@ -974,7 +974,7 @@ def join_ranks(args):
         timeout = timedelta(seconds=args.comm_timeout)
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-            # After a restart by torchrun, the store still has the addresses of the dead ranks.
+            # A new prefix, because after a restart the store still has the dead ranks' addresses.
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             group = dict(store=store, rank=rank, world_size=world_size)
             dist.init_process_group(backend, timeout=timeout, device_id=gpu, **group)
@@ -1000,7 +1000,7 @@ def from_rank_0(value):
 
 
 def check_ranks_agree(values, fix):
-    """Collective: raise UserError on a rank whose values, a dict, differ from those of rank 0."""
+    """Collective: raise UserError on each rank whose dict of values differs from that of rank 0."""
     for name, value in from_rank_0(values).items():
         if values[name] != value:
             here = f"{values[name]} on rank {get_rank()}"
@@ -1023,7 +1023,7 @@ class StopRequest:
         self.signal_time = 0.0  # of the first signal
 
     def catch_signals(self):
-        """Catch the signals of users and batch systems, except those already ignored (nohup)."""
+        """Catch the signals that users and batch systems send, unless ignored, as under nohup."""
         for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -1037,7 +1037,7 @@ class StopRequest:
             if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal may be closed
                     os.write(2, message)
-        elif time.monotonic() - self.signal_time > 1:  # torchrun forwards a Ctrl-C once more
+        elif time.monotonic() - self.signal_time > 1:  # a Ctrl-C comes again from torchrun
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -1083,7 +1083,7 @@ class Log:
 
     @contextlib.contextmanager
     def timed(self, phase):
-        """Add the duration of a `with` block to a phase. It must end by waiting for the GPU."""
+        """Add the duration of a `with` block, which must end by waiting for the GPU, to a phase."""
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
@@ -1174,7 +1174,7 @@ def save_checkpoint(run):
     path = run.folder / f"state_step{run.step:010d}.pt"
     save(run, path.name, optimizers=[o.state_dict()["state"] for o in run.optimizers])
     if get_rank() == 0:
-        # Do not count later checkpoints: they are damaged, and restore() has skipped them.
+        # Later checkpoints do not count. They are damaged: newest_file() skipped them.
         earlier = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in earlier[: -run.args.keep_checkpoints]:
             old.unlink()
@@ -1191,7 +1191,7 @@ def read_pt(path):
         with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file
             damaged_part = archive.testzip()  # compares checksums
             attributes = [info.external_attr for info in archive.infolist()]
-        # Zip attributes have no checksum, and a flipped bit could mark a tensor as a folder.
+        # Zip attributes are 0 and have no checksum. A flipped bit could mark a tensor as a folder.
         if damaged_part is not None or any(attributes):
             raise ValueError("a checksum is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code in the file
@@ -1232,7 +1232,7 @@ def claim_folder(run):
 
 
 def restore(run):
-    """Collective: with --resume=auto, load the newest file of the run; without one, load --init.
+    """Collective: load the newest file of a run that is resumed, else the file of --init, if any.
 
     Return a line for the log that says where the weights come from.
     """
@@ -1251,11 +1251,11 @@ def restore(run):
         if run.device.type == "cpu" and state["threads"] != torch.get_num_threads():
             run.log(f"warning: saved with {state['threads']} threads, so the last bits may differ")
         for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
-            # Load only the state. The options in param_groups are those of this script.
+            # Load only the state, and keep the param_groups that build_optimizers has just made.
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
-        unseen = {name: run.fixed[name] for name in ("n_head", "encoding")}  # in no weight's shape
+        unseen = {name: run.fixed[name] for name in ("n_head", "encoding")}  # by load_state_dict
         load_weights(run, run.args.init, unseen)
     return f"starting from {run.args.init or 'new weights'}"
 
@@ -1284,7 +1284,8 @@ def load_weights(run, path, expected):
         run.log(f"warning: the script has changed since it saved {path}")
     differences = []
     for name, value in expected.items():
-        saved = state["fixed"].get(name, getattr(run.recipe.settings, name, None))
+        default = getattr(run.recipe.settings, name, None)  # if the setting was added later
+        saved = state["fixed"].get(name, default)
         if value != saved and None not in (value, saved):
             differences.append(f"{name}={saved} (here {value})")
     if differences:
@@ -1308,7 +1309,7 @@ def check_optimizers(model, optimizers):
     for name, p in model.named_parameters():
         if counts.pop(p, 0) != 1:
             raise UserError(f"{name} must be in exactly one optimizer: see build_optimizers")
-    if counts:
+    if counts:  # parameters that are left over
         raise UserError("an optimizer has a parameter that the model lacks: see build_optimizers")
 
 
