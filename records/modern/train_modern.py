@@ -14,7 +14,7 @@ import math
 import sys
 from pathlib import Path
 
-# For the log. Read before the slow imports, in case a file is edited meanwhile.
+# For the log. It is read first, because the file could be edited while torch is imported.
 HERE = Path(__file__).resolve().parent
 NAME = Path(__file__).name
 SOURCES = {file: (HERE / file).read_text(encoding="utf-8") for file in ("muon.py", NAME)}
