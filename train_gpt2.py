@@ -62,7 +62,7 @@ def setting(default, help):
 class Hyperparameters:
     """All settings of a run. Edit the defaults here, or pass --name=value on the command line.
 
-    To add one, write `my_setting: float = 1.0` (bool, int, float, str or a Literal).
+    To add one, write `my_setting: float = 1.0`. Its type is bool, int, float, str or a Literal.
     """
 
     # Model
@@ -652,10 +652,10 @@ class Run:
     micro_batch_size: int  # sequences per forward pass
     fixed: dict  # what must be the same when the run is resumed
     log: "Log"
-    stop: "StopRequest"  # whether this rank got a signal
+    stop: "StopRequest"  # knows whether this rank got a signal
     lock: object = None  # on rank 0, the open lock file of the folder
     step: int = 0  # optimizer steps taken
-    stopped: bool = False  # a rank got a signal, so all ranks stop
+    stopped: bool = False  # some rank got a signal, so all ranks stop
     finished: bool = False  # nothing is left to do, because model.pt exists
     val_loss: float = math.nan  # of the last validation
     best_loss: float = math.inf  # validation loss of the weights in best.pt
@@ -759,7 +759,7 @@ def check_settings(args):
 
 
 def check_at_least(args, low, names):
-    """Raise UserError if a setting is below `low` or huge. names: separated by spaces."""
+    """Raise UserError unless low <= setting < 2**63. names: of settings, separated by spaces."""
     for name in names.split():
         if not low <= getattr(args, name) < 2**63:  # False for NaN
             raise UserError(f"{name}={getattr(args, name)} must be at least {low} and not huge")
@@ -803,7 +803,7 @@ def parse_args(argv, recipe=RECIPE):
 
 # ---- Machinery: data files -----------------------------------------------------------------------
 def read_manifest(files):
-    """Return manifest.json from the shards' folder, with vocab_size and encoding, or {}."""
+    """Return the content of manifest.json in the shards' folder, or {} if there is none."""
     path = Path(files).parent / "manifest.json"
     if (path.parent / ".pack").exists():  # exists while data/pack.py replaces shards
         raise UserError(f"{path.parent} is being packed, or packing was interrupted: pack it again")
@@ -893,7 +893,7 @@ def choose_dtype(args, device):
 
 
 def configure_backend(args, device):
-    """Set PyTorch's global options for a CPU. A GPU needs none."""
+    """Set PyTorch's global options for a CPU; do nothing on a GPU."""
     if device.type == "cuda":
         return
     # Their first call can be wrong if multithreaded: github.com/pytorch/pytorch/issues/188792
@@ -988,7 +988,7 @@ def leave_ranks():
     """Collective: leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.2)  # otherwise, gloo's threads, which are still ending, may abort the process
+        time.sleep(0.2)  # for gloo's threads to end; otherwise, they may abort the process
 
 
 def from_rank_0(value):
@@ -1174,7 +1174,7 @@ def save_checkpoint(run):
     path = run.folder / f"state_step{run.step:010d}.pt"
     save(run, path.name, optimizers=[o.state_dict()["state"] for o in run.optimizers])
     if get_rank() == 0:
-        # Later checkpoints do not count. They are damaged: newest_file() skipped them.
+        # Later checkpoints do not count: they are damaged, and newest_file() has skipped them.
         earlier = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in earlier[: -run.args.keep_checkpoints]:
             old.unlink()
@@ -1320,8 +1320,8 @@ def describe_failure(error):
     if isinstance(error, OSError):
         line = traceback.extract_tb(error.__traceback__)[-1]
         return f"{error} (in {Path(line.filename).name}, line {line.lineno})"
-    # PyTorch has no exception class for running out of CPU memory.
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    # On a CPU, PyTorch raises a plain RuntimeError that names its allocator.
     if out_of_memory or "DefaultCPUAllocator" in str(error):
         return "out of memory: lower --device_batch_size or, if it is 1, --sequence_length"
     # gloo raises a plain RuntimeError when a connection is lost.
