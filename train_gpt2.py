@@ -347,7 +347,7 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 momentum_buffer = state["momentum_buffer"]
-                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # all, so rank 0 can save them
+                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # all, because rank 0 saves all
                 if i % self.world_size == self.rank:
                     # Nesterov momentum, up to a factor, which orthogonalize() removes.
                     direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])
@@ -896,7 +896,7 @@ def configure_backend(args, device):
     """Set PyTorch's global options for a CPU; do nothing on a GPU."""
     if device.type == "cuda":
         return
-    # Their first call can be wrong if multithreaded: github.com/pytorch/pytorch/issues/188792
+    # The first call must not be multithreaded: github.com/pytorch/pytorch/issues/188792
     for function in torch.cos, torch.sin, torch.sqrt:
         function(torch.ones(1))
     # Despite their names, these options affect CPUs. For at most 512 tokens, unfused attention is
