@@ -347,7 +347,7 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 momentum_buffer = state["momentum_buffer"]
-                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # on all ranks: rank 0 saves it
+                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # everywhere, for checkpoints
                 if i % self.world_size == self.rank:
                     # Nesterov momentum, up to a factor, which orthogonalize() removes.
                     direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])
