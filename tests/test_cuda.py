@@ -14,6 +14,7 @@ import muon
 import pytest
 import test_modern
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import train_modern
 from conftest import MODERN, ROOT, both_dtypes, options, run_here, run_ranks
@@ -144,7 +145,10 @@ def muon_steps(rank, world_size, make_muon, device):
     """Return the parameters after three steps of a Muon. All ranks share the device."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape).to(device)) for shape in MATRICES]
-    optimizer = make_muon(params, lr=0.02, rank=rank, world_size=world_size)
+    ranks = dict(rank=rank, world_size=world_size)
+    if make_muon is not train_gpt2.Muon:
+        ranks = dict(process_group=dist.group.WORLD)  # None in a single process
+    optimizer = make_muon(params, lr=0.02, **ranks)
     for _ in range(3):
         for p in params:
             p.grad = torch.randn(p.shape).to(device)

@@ -106,7 +106,8 @@ def test_the_short_muon_in_readme_equals_the_real_one(shape):
     muon_step = run_examples_of_readme()["muon_step"]
     weight, momentum = torch.randn(shape), torch.zeros(shape)
     parameter = torch.nn.Parameter(weight.clone())
-    optimizer = muon.Muon([parameter], lr=0.01, momentum=0.9, dtype=torch.float32)
+    options = dict(weight_decay=0, momentum=0.9, adjust_lr_fn="unit_rms", dtype=torch.float32)
+    optimizer = muon.Muon([parameter], lr=0.01, **options)
     for _ in range(5):
         parameter.grad = torch.randn(shape)
         optimizer.step()
@@ -116,6 +117,7 @@ def test_the_short_muon_in_readme_equals_the_real_one(shape):
 
 def test_the_muon_example_in_readme_runs():
     names = run_examples_of_readme()
-    names["model"](names["torch"].arange(3)).sum().backward()
-    for optimizer in names["optimizers"]:
-        optimizer.step()
+    before = names["hidden"][0].detach().clone()
+    names["model"](torch.arange(3)).sum().backward()
+    names["muon"].step()
+    assert not torch.equal(names["hidden"][0], before)

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import run_ranks
-from muon import Muon
 from test_file import run_examples_of_readme
-from test_muon import make_parameters
+from test_muon import Muon, make_parameters
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,11 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-# On 3 or 4 ranks, some shards of the smallest are empty. Two are convolution kernels.
+# On 3 or 4 ranks, some shards of the smallest are empty. Two are convolution kernels, and the last
+# is a stack of matrices.
 SHAPES = [(33, 20), (2, 33), (70, 2), (70, 70), (64, 17), (3, 1), (1, 5), (33, 20), (33, 20)]
-SHAPES += [(5, 4, 3, 3), (1, 6, 2, 2)]
+SHAPES += [(5, 4, 3, 3), (1, 6, 2, 2), (3, 12, 10)]
 OPTIONS = {
     "plain": dict(weight_decay=1.0),
     "NorMuon and cautious decay": dict(weight_decay=1.0, beta2=0.95, cautious=True),
@@ -48,6 +48,13 @@ def gradient(p, step, i):
     return torch.randn(p.shape, generator=generator) * (step != 7)
 
 
+def as_partial_sum(grad):
+    """Return a gradient that the ranks still have to add up: one rank has all of it."""
+    mesh, whole = grad.device_mesh, grad.full_tensor()
+    local = whole if dist.get_rank() == 0 else torch.zeros_like(whole)
+    return DTensor.from_local(local, mesh, [Partial()] * mesh.ndim)
+
+
 def step_together(plain, plain_muon, sharded, muon, steps):
     """Take steps with equal gradients; change the learning rate, as a schedule does."""
     for step in steps:
@@ -58,6 +65,8 @@ def step_together(plain, plain_muon, sharded, muon, steps):
             q.grad = None
             if p.grad is not None:
                 q.grad = distribute_tensor(p.grad, q.device_mesh, q.placements)
+                if i == 3:
+                    q.grad = as_partial_sum(q.grad)
         plain_muon.step()
         muon.step()
 
@@ -106,7 +115,7 @@ def steps_of_a_mixed_group(rank, world_size):
     mixed = [nn.Parameter(p.detach().clone()) for p in plain]
     for i in 1, 2, 4, 5, 6, 7, 8:
         mixed[i] = nn.Parameter(distribute_tensor(plain[i].detach(), mesh, [Shard(0)]))
-    muon = Muon(mixed, 0.01, rank=rank, world_size=world_size, beta2=0.9)
+    muon = Muon(mixed, 0.01, process_group=dist.group.WORLD, beta2=0.9)
     plain_muon = Muon(plain, 0.01, beta2=0.9)
     for step in range(3):
         for i, (p, q) in enumerate(zip(plain, mixed)):
@@ -116,10 +125,30 @@ def steps_of_a_mixed_group(rank, world_size):
         plain_muon.step()
         muon.step()
     for i, (p, q) in enumerate(zip(plain, mixed)):
-        if i < 4:
-            assert torch.equal(p, full(q)), i
-        else:  # the unsharded ones share batched matmuls, which round differently
-            torch.testing.assert_close(p.detach(), full(q), rtol=1e-3, atol=1e-4)
+        assert torch.equal(p, full(q)), i
+
+
+def steps_of_blocks(rank, world_size):
+    """Shards need not end where a block ends."""
+    mesh = make_mesh(world_size)
+    shapes = [(48, 16), (48, 16), (40, 24), (2, 40, 24)]
+    for dim in 0, 1:
+        plain = make_parameters(shapes)
+        sharded = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(dim)])) for p in plain]
+        for params in plain, sharded:
+            groups = [dict(params=params[:2], blocks=3), dict(params=params[2:], blocks=[8, 32])]
+            muon = Muon(groups, 0.01, process_group=dist.group.WORLD, beta2=0.9, cautious=True)
+            for step in range(3):
+                for i, p in enumerate(params):
+                    p.grad = gradient(p, 0, 10 * step + i)
+                    if params is sharded:
+                        p.grad = distribute_tensor(p.grad, mesh, p.placements)
+                muon.step()
+        assert all(torch.equal(p, full(q)) for p, q in zip(plain, sharded)), dim
+
+
+def test_blocks_may_be_divided_among_ranks(tmp_path):
+    run_ranks(steps_of_blocks, 3, tmp_path / "ranks")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -250,7 +279,7 @@ def save_and_load_replicated(rank, world_size, folder):
     """Whole parameters, on ranks that each compute a part: get_ and set_optimizer_state_dict."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
-    make = lambda: Muon(model.parameters(), 0.1, rank=rank, world_size=world_size)  # noqa: E731
+    make = lambda: Muon(model.parameters(), 0.1, process_group=dist.group.WORLD)  # noqa: E731
     muon = make()
     for p in model.parameters():
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.size(0)))
@@ -285,10 +314,23 @@ def test_a_dtensor_of_other_ranks_is_refused(tmp_path):
     run_ranks(refuse_other_meshes, 3, tmp_path / "ranks")
 
 
-def run_the_example_of_readme(rank, world_size):
+def run_the_ddp_example_of_readme(rank, world_size):
+    names = run_examples_of_readme()
+    model, muon = names["with_ddp"](names["model"])
+    model(torch.arange(8) + rank).square().sum().backward()
+    muon.step()
+    return model.module[1].weight.detach(), muon.state_dict()["state"][0]["momentum_buffer"]
+
+
+def test_the_ddp_example_in_readme_runs(tmp_path):
+    results = run_ranks(run_the_ddp_example_of_readme, 2, tmp_path / "ranks")
+    assert all(map(torch.equal, *results))
+
+
+def run_the_fsdp_example_of_readme(rank, world_size):
     names = run_examples_of_readme()
     model = names["model"]
-    muon = names["shard"](model, make_mesh(world_size))
+    muon = names["with_fsdp"](model, make_mesh(world_size))
     before = [full(p).clone() for p in model.parameters()]
     model(torch.arange(8)).square().sum().backward()
     muon.step()
@@ -296,8 +338,8 @@ def run_the_example_of_readme(rank, world_size):
     assert changed == [False, True, False, False, False]
 
 
-def test_the_sharded_example_in_readme_runs(tmp_path):
-    run_ranks(run_the_example_of_readme, 2, tmp_path / "ranks")
+def test_the_fsdp_example_in_readme_runs(tmp_path):
+    run_ranks(run_the_fsdp_example_of_readme, 2, tmp_path / "ranks")
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

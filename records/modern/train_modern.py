@@ -359,11 +359,11 @@ def build_optimizers(model, args):
         lr=args.muon_learning_rate,
         momentum=args.muon_momentum,
         weight_decay=args.muon_weight_decay,
-        rank=train_gpt2.get_rank(),
-        world_size=train_gpt2.get_world_size(),
-        dtype=model.dtype,
+        adjust_lr_fn="unit_rms",
         beta2=0.95,
         cautious=True,
+        process_group=torch.distributed.group.WORLD,  # None in a single process
+        dtype=model.dtype,
     )
     groups = [
         dict(params=[model.lm_head.weight], lr=args.learning_rate, betas=(0.5, 0.95)),
