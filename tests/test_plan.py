@@ -97,6 +97,7 @@ def visible_blocks(args, tokens):
 
 
 @compiles
+@pytest.mark.slow
 def test_a_plan_for_three_gpus_adds_up():
     # PyTorch compiles more strictly where CI is set.
     page, progress = plan("--world_size=3", "--device=4090", *SMALL, CI="1")

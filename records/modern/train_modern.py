@@ -111,10 +111,10 @@ PRESETS = {
     ),
     "text": modern(  # your own text, in minutes on two CPU cores
         128, train_files="data/mine/train_*.bin", val_files="data/mine/val_*.bin",
-        vocab_size=257, ngram_rows=65536, n_layer=4, attention_window=0,
+        vocab_size=257, ngram_rows=65536, max_ngram=3, n_layer=4, n_head=2, attention_window=0,
         batch_size=8, sequence_length=512, device_batch_size=8, num_iterations=960,
-        shuffle=True, allow_repeat=True, val_loss_every=240, save_every=240, val_tokens=0,
-        target_val_loss=0.0,
+        embedding_learning_rate=0.1, final_lr_fraction=0.0, shuffle=True, allow_repeat=True,
+        val_loss_every=240, save_every=240, val_tokens=0, target_val_loss=0.0,
     ),
 }  # fmt: skip
 

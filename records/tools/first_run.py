@@ -5,8 +5,9 @@ import sys
 import time
 
 import numpy as np
-from runlog import ROOT, command, read, run_child
+from runlog import MAY_VARY, ROOT, command, read, run_child
 
+RECORDED = "records/2026-11-28_First_run/cpu_seed*.txt"
 NEXT = """
 Next, train the recipe of 2026 on English, or on a text of your own:
 
@@ -28,6 +29,22 @@ def chart(losses, width=64, height=12):
     return "\n".join([*lines, axis])
 
 
+def expectation(run):
+    """Return what recorded runs with the same settings and data reached, as text."""
+    recorded = [read(path) for path in sorted(ROOT.glob(RECORDED))]
+    losses = [each.val_loss for each in recorded if experiment(each) == experiment(run)]
+    if not losses:
+        return "no recorded run has these settings and this validation data"
+    low, high = min(losses), max(losses)
+    return f"expected: {np.mean(losses):.3f}; {len(losses)} seeds reached {low:.3f} to {high:.3f}"
+
+
+def experiment(run):
+    """Return what must be equal for losses to be comparable."""
+    settings = {name: run.settings[name] for name in run.settings.keys() - MAY_VARY}
+    return settings, run.facts.get("val_data")
+
+
 def main(argv):
     run_id = time.strftime("cpu-%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     script = ROOT / "train_gpt2.py"
@@ -37,7 +54,7 @@ def main(argv):
         return status
     losses = [loss for _, loss in run.points["train"]]
     print(f"\nTraining loss in nats per byte:\n\n{chart(losses)}")
-    print(f"\nValidation loss: {run.val_loss:.4f}")
+    print(f"\nValidation loss: {run.val_loss:.4f} ({expectation(run)})")
     print("\nWhat the model writes after `def `:\n", flush=True)
     options = ["--temperature=0.6", "--tokens=400", "--seed=1", f"--weights=logs/{run_id}"]
     status = run_child([sys.executable, ROOT / "records/tools/sample.py", "def ", *options])
