@@ -1,4 +1,4 @@
-"""The ideas in both READMEs, edits and a script of its own: trained, killed and resumed."""
+"""The ideas in records/README.md, edits and a script of its own: trained, killed and resumed."""
 
 import re
 import shutil
@@ -20,7 +20,9 @@ from conftest import (
 from test_survive import with_recipe
 
 DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "records" / "README.md").read_text(), re.S)
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+[SCRIPT_EXAMPLE] = re.findall(
+    r"```python\n(.*?)```", (ROOT / "records" / "README.md").read_text(), re.S
+)
 IDEAS = ["activation", "optimizer", "clipping"]
 KILL = "os.kill(os.getpid(), 9)"
 
@@ -61,10 +63,9 @@ def test_an_edit_trains_and_resumes_bit_for_bit(idea, tiny, tmp_path):
 
 
 def test_a_script_of_its_own_trains_and_resumes_bit_for_bit(tiny, tmp_path):
-    """README's example adds dropout."""
-    (source,) = [example for example in EXAMPLES if "RECIPE = " in example]
+    """The example in records/README.md adds dropout."""
     script = tmp_path / "my_idea.py"
-    script.write_text(source)
+    script.write_text(SCRIPT_EXAMPLE)
     shutil.copy(SCRIPT, tmp_path)
     fields = {**tiny, "dropout": 0.2}
     done = run_subprocess({**fields, "run_id": "alone"}, script=script)
@@ -72,7 +73,7 @@ def test_a_script_of_its_own_trains_and_resumes_bit_for_bit(tiny, tmp_path):
     first, *_, last = validations(done.stdout)
     assert last[1] < first[1] - 0.1 and last != validations(trained(tiny))[-1]
     log = (tmp_path / "logs" / "alone.txt").read_text()
-    assert source in log and "\nhyperparameter dropout=0.2\n" in log
+    assert SCRIPT_EXAMPLE in log and "\nhyperparameter dropout=0.2\n" in log
     check_resumed(fields, script, with_recipe(faulty_script(tmp_path, KILL), script))
     done = run_forked({**tiny, "run_id": "part", "resume": "auto"}, script=script)
     assert done.returncode == 1
