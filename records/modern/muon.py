@@ -328,20 +328,15 @@ def check_muon_group(group):
         if p.ndim not in (2, 3, 4):
             raise ValueError(f"Muon takes matrices, not {shape}: give this parameter to AdamW")
         rows = shape[-2] if p.ndim == 3 else shape[0]
-        if not is_division(rows, group["blocks"]):
-            blocks = group["blocks"]
+        blocks = sizes = group["blocks"]
+        if isinstance(blocks, int):
+            sizes = [rows // max(1, blocks)] * blocks
+        if sum(sizes) != rows or min(sizes) < 1:
             raise ValueError(f"{blocks=} must divide the {rows} rows of a matrix of {shape}")
         if p.device != group["params"][0].device:
             raise ValueError(f"a group is on {p.device} and another device: make one for each")
         if is_dtensor(p) and p.device_mesh.get_coordinate() is None:
             raise ValueError(f"this rank is not in {p.device_mesh}: do not pass its DTensors here")
-
-
-def is_division(rows, blocks):
-    """Return whether rows can be divided into blocks: a number of blocks, or a list of sizes."""
-    if isinstance(blocks, int):
-        return blocks > 0 and rows % blocks == 0
-    return min(blocks, default=0) > 0 and sum(blocks) == rows
 
 
 def is_dtensor(p):
