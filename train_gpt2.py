@@ -7,11 +7,11 @@
 
 This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
 github.com/KellerJordan/modded-nanogpt. Two things differ: the residual stream is bfloat16, and a
-sequence may span two shards. Not run on a GPU yet. Needs Linux or macOS, torch 2.5+ and numpy.
+sequence may span two shards. It has not been run on a GPU yet. Needs Linux or macOS, torch 2.5+.
 
-Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery.
-Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Every rank
-(torchrun process) must call the functions whose docstrings begin with "Collective".
+Everything from Settings to Main is the experiment: read it and edit it. You can skip the Machinery.
+Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Functions
+marked "Collective" must be called by every rank (torchrun process).
 """
 
 import argparse
@@ -40,9 +40,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-# For the log. It is read first, because the file could be edited while torch is imported.
+# The log holds this source. Read it now, in case the file is edited while torch is imported.
 SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
-START = time.perf_counter()  # before the imports, which count as setup
+START = time.perf_counter()  # before the slow imports, which count as setup
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ def setting(default, help):
 class Hyperparameters:
     """All settings of a run. Edit the defaults here, or pass --name=value on the command line.
 
-    To add one, write `my_setting: float = 1.0`. Its type is bool, int, float, str or a Literal.
+    To add one, write `my_setting: float = 1.0`. Types: bool, int, float, str and Literal.
     """
 
     # Model
@@ -80,12 +80,12 @@ class Hyperparameters:
     learning_rate: float = setting(0.0036, "AdamW learning rate of the embedding and head")
     muon_learning_rate: float = setting(0.00036, "Muon learning rate of all other matrices")
     muon_momentum: float = setting(0.95, "Muon momentum")
-    warmdown_fraction: float = setting(1450 / 5100, "last fraction of steps, with decaying rates")
-    shuffle: bool = setting(False, "read sequences in random order, cut anew in each epoch")
+    warmdown_fraction: float = setting(1450 / 5100, "fraction of steps with learning-rate decay")
+    shuffle: bool = setting(False, "shuffle the sequences, with another offset in each epoch")
     init: str = setting("", "file with initial weights, such as model.pt")
-    val_tokens: int = setting(10485760, "validation tokens; 0: 2**18, or all if there are fewer")
+    val_tokens: int = setting(10485760, "validation tokens; 0: all, up to 2**18")
 
-    # Files and machine. A resumed run may change these: see MAY_CHANGE.
+    # Files and machine. You may change these when you resume a run: see MAY_CHANGE.
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "glob of validation shards")
     allow_repeat: bool = setting(False, "allow more than one epoch")
@@ -93,9 +93,9 @@ class Hyperparameters:
     target_val_loss: float = setting(3.28, "target loss, only printed; 0: none")
     run_id: str = setting("", "name of the log and of the checkpoint folder; default: the time")
     log_dir: str = setting("logs", "folder of logs and checkpoints")
-    save_every: int = setting(0, "steps between checkpoints; 0: only if a signal stops the run")
+    save_every: int = setting(0, "steps between checkpoints; 0: only when a signal stops the run")
     keep_checkpoints: int = setting(2, "number of recent checkpoints to keep")
-    resume: str = setting("", "auto: resume the run run_id from its newest checkpoint, if any")
+    resume: str = setting("", "auto: continue --run_id from its newest checkpoint, if any")
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda if there is a GPU")
     device_batch_size: int = setting(64, "maximum sequences in a forward pass; lower: less memory")
     compile: bool = setting(True, "use torch.compile; False starts sooner but trains more slowly")
@@ -105,7 +105,7 @@ class Hyperparameters:
         check_settings(self)
 
 
-MAY_CHANGE = {  # settings that may change on resuming; the content of the files may not
+MAY_CHANGE = {  # settings that may change on resuming, such as paths; the data may not
     "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss", "run_id",
     "log_dir", "save_every", "keep_checkpoints", "resume", "device", "device_batch_size", "compile",
     "comm_timeout",
@@ -128,7 +128,7 @@ PRESETS = {
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
 def norm(x):
     """RMSNorm over the last dimension, without a gain."""
-    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # bfloat16's default is too large
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # the default eps of bfloat16 is too large
 
 
 class CastedLinear(nn.Linear):
@@ -225,7 +225,7 @@ class GPT(nn.Module):
         self.wte.weight = self.lm_head.weight  # tied, with nn.Linear's initialization
 
     def forward(self, inputs, targets=None):
-        """Return the mean cross-entropy in nats or, without targets, the logits (B, T, V).
+        """Return the mean cross-entropy in nats, or the logits (B, T, V) if targets is None.
 
         Both are float32. inputs: (B, T) int64, T at most sequence_length. targets: the same shape;
         entries of -1 are ignored.
@@ -237,13 +237,13 @@ class GPT(nn.Module):
 
 
 def loss_or_logits(x, head, targets=None, softcap=0.0):
-    """Return the mean cross-entropy of the logits head(x) or, without targets, the logits.
+    """Return the mean cross-entropy of the logits head(x), or the logits if targets is None.
 
-    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: bound on the logits; 0: none.
+    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: bound on the logits, or 0.
     """
     if targets is None:
         return soft_capped(head(x), softcap)
-    # Detached in validation, because ctx.needs_input_grad ignores no_grad.
+    # In validation, detach: ctx.needs_input_grad is True even under no_grad.
     weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
     return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), softcap)
 
@@ -251,7 +251,7 @@ def loss_or_logits(x, head, targets=None, softcap=0.0):
 def soft_capped(logits, softcap):
     """Return the logits in float32, limited to softcap * tanh(logits / softcap) if softcap > 0."""
     logits = logits.float()
-    if softcap:  # tanh(z) = 2 sigmoid(2 z) - 1, which inductor fuses better
+    if softcap:  # tanh(z) = 2 sigmoid(2 z) - 1; inductor fuses a sigmoid better
         logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
     return logits
 
@@ -259,9 +259,9 @@ def soft_capped(logits, softcap):
 class LinearCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of x @ weight.T, computed in chunks of tokens to save memory.
 
-    The logits of 64 x 1024 tokens of GPT-2 would take 13.2 GB. While forward has the logits of a
-    chunk, it also computes their gradient (softmax minus one-hot) and from it those of x and
-    weight, which backward only scales. x: (N, C), weight: (V, C), targets: (N,).
+    For 64 x 1024 tokens of GPT-2, float32 logits would take 13.2 GB. forward() already computes the
+    gradients, while it has the logits of a chunk; backward() multiplies them by grad_loss. The
+    gradient of the logits is softmax minus one-hot. x: (N, C), weight: (V, C), targets: (N,).
     """
 
     @staticmethod
@@ -269,8 +269,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
-        # Chunks of less than 512 x 50304 logits are slow (measured on CPUs).
-        max_chunks = 2 if x.is_cuda else 8
+        # Chunks of fewer than 512 x 50304 logits are slow on CPUs (measured).
+        max_chunks = 2 if x.is_cuda else 8  # for GPUs, not measured
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
         loss, grad_weight, grad_x = 0.0, 0.0, []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
@@ -280,7 +280,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if needs_gradient:
                 one_hot = torch.arange(len(weight), device=x.device) == targets_i[:, None]
                 grad_logits = (log_p.exp() - one_hot.float()) * (targets_i != -1)[:, None] / count
-                if softcap:  # tanh' = 1 - tanh^2, and logits / softcap is the tanh
+                if softcap:  # the derivative of tanh is 1 - tanh^2; logits / softcap is the tanh
                     grad_logits *= 1 - (logits / softcap).square()
                 grad_logits = grad_logits.type_as(x)
                 grad_x.append(grad_logits @ cast_weight)
@@ -299,13 +299,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 def orthogonalize(G):
     """Return approximately U V^T for a matrix G = U S V^T, by five Newton-Schulz iterations.
 
-    G: (M, N), float32 or bfloat16; matmuls and the result have its dtype. With R = X X^T, an
-    iteration sets X = a*X + b*R X + c*R R X. Because R X = U S^3 V^T, a singular value s becomes
+    G: (M, N), float32 or bfloat16; matmuls and the result have its dtype. X starts as G / |G|. With
+    R = X X^T, an iteration sets X = a*X + b*R X + c*R R X, which maps each singular value s of X to
     a*s + b*s^3 + c*s^5. After five iterations, nearly all of them lie between 0.7 and 1.2.
     Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    # In float64, large squares do not overflow. A 0-D norm does not change the dtype of X.
+    # float64, because squares could overflow. The norm is 0-D, so X keeps the dtype of G.
     X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
@@ -319,12 +319,12 @@ def orthogonalize(G):
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz, for matrices. The ranks divide the work.
 
-    lr: RMS of the change of a matrix in a step. momentum: decay of the moving average of gradients.
-    dtype: of the matmuls. Every rank must hold all parameters and their complete gradients.
+    lr: RMS of an update's entries. momentum: decay of the moving average of gradients. dtype: of
+    the matmuls. Every rank must hold all parameters and their complete gradients.
 
-    Each rank orthogonalizes a part of the matrices and writes the updates into its slots of a flat
-    bfloat16 buffer. Its other slots are 0, so the sum over the ranks gives every rank all updates,
-    without rounding. To use Muon in another project, see records/modern/muon.py.
+    Each matrix has a slot in a flat bfloat16 buffer of zeros. Each rank orthogonalizes some of the
+    matrices and writes the updates into their slots. The sum of the buffers over the ranks gives
+    every rank all updates, without rounding. For other projects, see records/modern/muon.py.
     """
 
     def __init__(self, params, lr, momentum=0.95, rank=0, world_size=1, dtype=torch.bfloat16):
@@ -336,7 +336,7 @@ class Muon(torch.optim.Optimizer):
         """Collective: update all parameters in place."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            # Sorted by size and dealt out in turn, so that all ranks have about the same work.
+            # Deal out the matrices by size, so that all ranks have about the same work.
             params.sort(key=torch.numel, reverse=True)
             sizes = [p.numel() for p in params]
             device = group["params"][0].device
@@ -347,15 +347,15 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 momentum_buffer = state["momentum_buffer"]
-                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # everywhere, for checkpoints
+                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # on every rank, to save it
                 if i % self.world_size == self.rank:
-                    # Nesterov momentum, up to a factor, which orthogonalize() removes.
+                    # Nesterov momentum times (1 - momentum): orthogonalize() ignores the factor.
                     direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])
                     update.copy_(orthogonalize(direction.to(self.dtype)))
             if self.world_size > 1:
                 dist.all_reduce(buffer)
             for p, update in zip(params, updates):
-                scale = max(p.shape) ** 0.5  # U V^T: norm sqrt(min(M, N)), RMS 1 / sqrt(max(M, N))
+                scale = max(p.shape) ** 0.5  # U V^T has an RMS of 1 / sqrt(max(M, N))
                 p.add_(update, alpha=-group["lr"] * scale)
 
 
@@ -380,7 +380,7 @@ def shard_size(path):
 
 
 class TokenStream:
-    """The tokens of all shards that match a glob, in the order of their names, endlessly repeated.
+    """The tokens of all shards that match a glob, sorted by name and repeated endlessly.
 
     Wildcards work in the file name, not in the folder. The files stay open, so replacing one does
     not affect the run. Raises UserError if no file matches, if a file is not a complete shard or,
@@ -421,7 +421,7 @@ class TokenStream:
         return np.concatenate(parts)
 
     def checksums(self):
-        """Return (size, crc32) of each shard. A large one is read in about 128 places only."""
+        """Return (size, crc32) of each shard. Large shards are sampled in about 128 places."""
         part_size = 2**16
         checksums = []
         for start, size in zip(self.starts, self.sizes):
@@ -471,7 +471,7 @@ def shuffled_starts(seed, epoch, total_tokens, T):
     """Return the positions at which the sequences of an epoch start, in random order.
 
     The stream is cut into total_tokens // T sequences, beginning at a random offset in [0, T). The
-    one at the end may wrap around to the start. total_tokens % T tokens are left over and not used.
+    last one may wrap around to the start of the stream. total_tokens % T tokens are skipped.
     """
     generator = np.random.default_rng((seed, epoch))
     return generator.integers(T) + T * generator.permutation(total_tokens // T)
@@ -480,7 +480,7 @@ def shuffled_starts(seed, epoch, total_tokens, T):
 def inputs_and_targets(sequences, device):
     """Split tokens of shape (B, T + 1) into two int64 tensors of shape (B, T) on a device.
 
-    Copies to a GPU are asynchronous, but kernels that are launched later wait for them.
+    Copies to a GPU are asynchronous. Kernels that are launched later wait for them.
     """
     inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64, order="C"))
     targets = torch.from_numpy(sequences[:, 1:].astype(np.int64, order="C"))
@@ -518,13 +518,13 @@ def apply_schedule(model, optimizers, step, args):
 
 
 class Recipe(NamedTuple):
-    """What another script defines, and passes to cli(), to train with the rest of this file."""
+    """What a script defines to train its own model with this file. It passes a Recipe to cli()."""
 
     script: str  # the path of the script, relative to the folder of train_gpt2.py
-    sources: dict  # {file name: text} of the script's files, for the log and for exported models
+    sources: dict  # {file name: text} of the script's files, for the log and for exports
     settings: type  # Hyperparameters, or a subclass with more settings
     presets: dict
-    build_model: Callable  # (args, dtype) -> model, called as model(inputs, targets)
+    build_model: Callable  # (args, dtype) -> model; train_step calls model(inputs, targets)
     build_optimizers: Callable  # (model, args) -> list of optimizers
     apply_schedule: Callable  # (model, optimizers, step, args), called before each step
 
@@ -543,8 +543,8 @@ RECIPE = Recipe(
 def train_step(run, inputs, targets):
     """Collective: take one optimizer step. Return a dict of 0-D tensors to log.
 
-    inputs, targets: (B, T) int64, this rank's part of the global batch. The dict must hold "loss"
-    and "stops" (how many ranks got a signal). Does not wait for the GPU.
+    inputs, targets: (B, T) int64, this rank's part of the global batch. train() needs "loss" and
+    "stops" (the number of ranks with a signal), and logs other entries. Does not wait for the GPU.
     """
     # Reseed, so that randomness such as dropout depends only on the seed, the step and the rank.
     seed = np.random.SeedSequence((run.args.seed, run.step, get_rank()))
@@ -556,7 +556,7 @@ def train_step(run, inputs, targets):
         micro_loss.backward()
         loss += micro_loss.detach()
     sum_gradients(run.model)
-    # Clip the gradients, or compute their norm, here.
+    # To clip the gradients or to log their norm, do it here.
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -589,17 +589,17 @@ def evaluate(run):
     size = run.micro_batch_size
     for x, y in zip(inputs.split(size), targets.split(size)):
         sequences = len(x)
-        padding = (0, 0, 0, size - sequences)  # rows; a new shape would need another compilation
+        padding = (0, 0, 0, size - sequences)  # of rows, because a new shape would be compiled
         x, y = F.pad(x, padding), F.pad(y, padding, value=-1)
         total += run.model(x, y).double() * sequences  # the mean ignores the padding
     run.model.train()
     if get_world_size() > 1:
         dist.all_reduce(total)
-    return total.item() / (run.args.val_tokens // run.args.sequence_length)  # of all ranks
+    return total.item() / (run.args.val_tokens // run.args.sequence_length)  # over all ranks
 
 
 def validate(run):
-    """Collective: set run.val_loss and log it. With several epochs, keep the best weights."""
+    """Collective: set run.val_loss and log it. If the data repeat, save the best weights."""
     with run.log.timed("validation"):
         run.val_loss = evaluate(run)
         check_weights_agree(run.model)
@@ -607,7 +607,7 @@ def validate(run):
     if not math.isfinite(run.val_loss):
         raise UserError(f"val_loss is {run.val_loss} at step {run.step}: lower the learning rates")
     repeats_data = run.tokens_to_train > run.train_loader.stream.total_tokens
-    if repeats_data and run.val_loss < run.best_loss:  # later weights may overfit
+    if repeats_data and run.val_loss < run.best_loss:  # the model may overfit later
         run.best_loss = run.val_loss
         save(run, "best.pt")
 
@@ -632,7 +632,7 @@ def train(run):
             raise UserError(f"train_loss is {loss} at step {run.step}: lower the learning rates")
         if args.save_every and run.step % args.save_every == 0:
             save_checkpoint(run)
-    if not run.stopped:  # a schedule may also set what validation uses, such as a window
+    if not run.stopped:  # validation may depend on the schedule, too
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
@@ -640,7 +640,7 @@ def train(run):
 # ---- Main: from settings to a result -------------------------------------------------------------
 @dataclasses.dataclass
 class Run:
-    """The parts of a run, and its progress."""
+    """The state of a run."""
 
     recipe: Recipe
     args: Hyperparameters
@@ -650,10 +650,10 @@ class Run:
     train_loader: DistributedDataLoader
     validation: np.ndarray  # this rank's sequences, (sequences, T + 1) uint16
     micro_batch_size: int  # sequences per forward pass
-    fixed: dict  # what must be the same when the run is resumed
+    fixed: dict  # settings and data that must be equal when the run is resumed
     log: "Log"
-    stop: "StopRequest"  # knows whether this rank got a signal
-    lock: object = None  # on rank 0, the open lock file of the folder
+    stop: "StopRequest"  # tells whether this rank got a signal
+    lock: object = None  # the open lock file of the folder, on rank 0
     step: int = 0  # optimizer steps taken
     stopped: bool = False  # some rank got a signal, so all ranks stop
     finished: bool = False  # nothing is left to do, because model.pt exists
@@ -713,7 +713,7 @@ def main(args, recipe=RECIPE, stop=None):
     """
     run = set_up(args, recipe, stop or StopRequest())
     claim_folder(run)
-    origin = restore(run)  # sets run.step and run.finished, too
+    origin = restore(run)  # a line for the log; it also sets run.step and run.finished
     if run.finished:
         run.log(origin)
         leave_ranks()
@@ -896,11 +896,11 @@ def configure_backend(args, device):
     """Set PyTorch's global options for a CPU; do nothing on a GPU."""
     if device.type == "cuda":
         return
-    # The first call must not be multithreaded: github.com/pytorch/pytorch/issues/188792
+    # MKL's first call is inaccurate if multithreaded: github.com/pytorch/pytorch/issues/188792
     for function in torch.cos, torch.sin, torch.sqrt:
         function(torch.ones(1))
-    # Despite their names, these options affect CPUs. For at most 512 tokens, unfused attention is
-    # faster (measured), so disable flash attention. Let unfused attention keep bfloat16 scores.
+    # Despite their names, these options affect CPUs. Flash attention is slower for at most 512
+    # tokens (measured). Let the unfused attention, which replaces it, keep scores in bfloat16.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     # Sum the gradients of repeated tokens in a fixed order, so that runs are bit-reproducible.
@@ -922,7 +922,7 @@ def compile_model(run):
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
-    targets = torch.zeros_like(inputs)  # not `inputs` again, which would be compiled as one tensor
+    targets = torch.zeros_like(inputs)  # passing `inputs` twice would compile for one tensor
     try:
         with torch.no_grad():
             run.model.eval()(inputs, targets)
@@ -974,7 +974,7 @@ def join_ranks(args):
         timeout = timedelta(seconds=args.comm_timeout)
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-            # A new prefix, because after a restart the store still has the dead ranks' addresses.
+            # After a restart, the store still has the dead ranks' addresses: use a new prefix.
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             group = dict(store=store, rank=rank, world_size=world_size)
             dist.init_process_group(backend, timeout=timeout, device_id=gpu, **group)
@@ -1083,7 +1083,7 @@ class Log:
 
     @contextlib.contextmanager
     def timed(self, phase):
-        """Add the duration of a `with` block, which must end by waiting for the GPU, to a phase."""
+        """Add the duration of a `with` block, whose end must wait for the GPU, to a phase."""
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
@@ -1174,7 +1174,7 @@ def save_checkpoint(run):
     path = run.folder / f"state_step{run.step:010d}.pt"
     save(run, path.name, optimizers=[o.state_dict()["state"] for o in run.optimizers])
     if get_rank() == 0:
-        # Later checkpoints do not count: they are damaged, and newest_file() has skipped them.
+        # Later checkpoints are damaged ones that newest_file() has skipped: do not count them.
         earlier = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in earlier[: -run.args.keep_checkpoints]:
             old.unlink()
@@ -1191,7 +1191,7 @@ def read_pt(path):
         with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file
             damaged_part = archive.testzip()  # compares checksums
             attributes = [info.external_attr for info in archive.infolist()]
-        # Zip attributes are 0 and have no checksum. A flipped bit could mark a tensor as a folder.
+        # Attributes are 0 and have no checksum. A flipped bit could turn a file into a folder.
         if damaged_part is not None or any(attributes):
             raise ValueError("a checksum is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code in the file
@@ -1232,7 +1232,7 @@ def claim_folder(run):
 
 
 def restore(run):
-    """Collective: load the newest file of a run that is resumed, else the file of --init, if any.
+    """Collective: with --resume=auto, load the run's newest file; otherwise load --init, if given.
 
     Return a line for the log that says where the weights come from.
     """
@@ -1255,13 +1255,13 @@ def restore(run):
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
-        unseen = {name: run.fixed[name] for name in ("n_head", "encoding")}  # by load_state_dict
-        load_weights(run, run.args.init, unseen)
+        expected = {name: run.fixed[name] for name in ("n_head", "encoding")}
+        load_weights(run, run.args.init, expected)  # which compares the sizes of tensors, too
     return f"starting from {run.args.init or 'new weights'}"
 
 
 def newest_file(run):
-    """Return the path of the run's model.pt, else of its newest undamaged checkpoint, else None."""
+    """Return the path of model.pt or of the newest undamaged checkpoint, or None without any."""
     candidates = [*checkpoints_in(run.folder), *run.folder.glob("model.pt")]
     for path in reversed(candidates):
         try:
@@ -1284,7 +1284,7 @@ def load_weights(run, path, expected):
         run.log(f"warning: the script has changed since it saved {path}")
     differences = []
     for name, value in expected.items():
-        default = getattr(run.recipe.settings, name, None)  # if the setting was added later
+        default = getattr(run.recipe.settings, name, None)  # for older files
         saved = state["fixed"].get(name, default)
         if value != saved and None not in (value, saved):
             differences.append(f"{name}={saved} (here {value})")
