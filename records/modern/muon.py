@@ -62,10 +62,12 @@ def gram_newton_schulz(X, coefficients):
 
     The next R is (a I + Z) R (a I + Z). So iterate on the small R only, accumulate the factors
     a I + Z in Q, and apply Q to X once. In bfloat16, R drifts from X X^T, so Q is applied and R is
-    recomputed after two iterations. Source: https://dao-lab.ai/blog/2026/gram-newton-schulz
+    recomputed after two iterations, and then after every three.
+    Source: https://dao-lab.ai/blog/2026/gram-newton-schulz
     """
     identity = torch.eye(X.size(1), dtype=X.dtype, device=X.device)
-    for part in coefficients[:2], coefficients[2:]:
+    later_parts = [coefficients[i : i + 3] for i in range(2, len(coefficients), 3)]
+    for part in [coefficients[:2], *later_parts]:
         R, Q = X @ X.mT, None
         for i, (a, b, c) in enumerate(part):
             Z = torch.baddbmm(R, R, R, beta=b, alpha=c)  # b R + c R R
