@@ -117,7 +117,7 @@ def test_the_short_muon_in_readme_equals_the_real_one(shape):
 
 def test_the_muon_example_in_readme_runs():
     names = run_examples_of_readme()
-    before = names["hidden"][0].detach().clone()
+    before = names["model"][1].weight.detach().clone()
     names["model"](torch.arange(3)).sum().backward()
     names["muon"].step()
-    assert not torch.equal(names["hidden"][0], before)
+    assert not torch.equal(names["model"][1].weight, before)

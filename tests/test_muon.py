@@ -123,7 +123,7 @@ def spectra(m, n):
 @both_dtypes
 @pytest.mark.parametrize("steps", [1, 2, 3, 6, 8, 10, 20])
 def test_any_number_of_iterations_is_as_accurate_as_the_plain_ones(steps, dtype):
-    """Of difficult matrices, too: the Gram matrix is recomputed often enough."""
+    """Of difficult matrices, too, on which more iterations with the Gram matrix overflow."""
     coefficients = steps * [muon_file.NEWTON_SCHULZ]
     products = getattr(torch, dtype)
     for name, G in spectra(64, 256).items():
@@ -174,13 +174,15 @@ def test_parameters_that_are_not_matrices_are_refused(shape):
     params = [nn.Parameter(torch.zeros(shape))]
     with pytest.raises(ValueError, match=r"Muon takes matrices, not .*: give this parameter to"):
         Muon(params, lr=0.02)
+    muon = Muon(make_parameters(), lr=0.02)
     with pytest.raises(ValueError, match=r"Muon takes matrices, not .*: give this parameter to"):
-        Muon(make_parameters(), lr=0.02).add_param_group(dict(params=params))
+        muon.add_param_group(dict(params=params))
+    assert len(muon.param_groups) == 1
 
 
 @pytest.mark.parametrize("blocks", [0, 3, -2, [4, 8], [16, 16], []])
 def test_blocks_that_do_not_fit_are_refused(blocks):
-    with pytest.raises(ValueError, match=r"must divide the 16 rows of a matrix of \(16, 4\)"):
+    with pytest.raises(ValueError, match=r"must add up to, or divide, 16 rows of \(16, 4\)"):
         Muon(make_parameters([(16, 4)]), blocks=blocks)
 
 
@@ -303,7 +305,7 @@ def test_every_world_size_gives_the_same_bits(world_size, name, tmp_path):
 
 
 def warnings_of_a_step(rank, world_size):
-    with pytest.warns(UserWarning, match="pass process_group to share it"):
+    with pytest.warns(UserWarning, match="same parameters, pass process_group"):
         alone = three_steps(rank, world_size, muon_file, torch.float32, alone=True)
     return alone
 
@@ -450,6 +452,16 @@ def test_steps_equal_torchs_own_muon(options, shape):
         muon.step()
         torchs.step()
         assert relative(p - q, q - before) < bound
+
+
+@needs_torchs_muon
+def test_own_options_of_groups_stay_when_a_state_of_torchs_muon_is_loaded():
+    params = make_parameters([(16, 4), (8, 8)])
+    groups = [dict(params=params[:1], blocks=4, beta2=0.9), dict(params=params[1:], cautious=True)]
+    muon = Muon(groups)
+    muon.load_state_dict(torch.optim.Muon([dict(params=[p]) for p in params], lr=0.5).state_dict())
+    options = [(group["blocks"], group["beta2"], group["cautious"]) for group in muon.param_groups]
+    assert options == [(4, 0.9, False), (1, 0.0, True)] and muon.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("shape, factor", [((16, 4), 2.0), ((4, 16), 0.5), ((8, 8), 1.0)])

@@ -1,11 +1,14 @@
 """The parser of logs, report.py, and the READMEs of the records."""
 
+import dataclasses
 import math
 import os
 import re
 from types import SimpleNamespace
 
 import compare
+import first_run
+import numpy as np
 import pytest
 import report
 import runlog
@@ -13,7 +16,7 @@ import torch
 from conftest import ROOT, TINY, run_tool
 from matplotlib.figure import Figure
 
-from train_gpt2 import Hyperparameters, main
+from train_gpt2 import PRESETS, Hyperparameters, main
 
 HEADER = dict(
     num_iterations=40, batch_size=4, sequence_length=8, val_tokens=64, seed=1, target_val_loss=1.5,
@@ -311,6 +314,24 @@ def test_a_running_log_is_drawn_without_its_incomplete_last_line(
 def test_readmes_show_what_their_logs_say(capsys):
     status = report.main(["--stale"])
     assert status == 0, f"run `python records/tools/report.py --refresh`: {capsys.readouterr().out}"
+
+
+def test_the_first_run_says_which_loss_to_expect():
+    """Only for the settings and the validation data of the recorded runs."""
+    runs = [runlog.read(path) for path in ROOT.glob(first_run.RECORDED)]
+    losses = [run.val_loss for run in runs]
+    assert len(losses) == 5
+    expected = f"expected: {np.mean(losses):.3f}; 5 seeds reached {min(losses):.3f} to "
+    assert first_run.expectation(runs[0]).startswith(expected)
+    settings = Hyperparameters(**PRESETS["cpu"])
+    for name in runs[0].settings.keys() - {"run_id", "seed", "dtype", "val_tokens"}:
+        assert runs[0].settings[name] == getattr(settings, name), name
+    for change in (
+        dict(facts=runs[0].facts | {"val_data": "0123"}),
+        dict(settings=runs[0].settings | {"n_layer": 5}),
+    ):
+        other = dataclasses.replace(runs[0], **change)
+        assert first_run.expectation(other).startswith("no recorded run has these settings")
 
 
 def test_links_of_the_records_exist():

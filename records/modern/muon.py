@@ -1,6 +1,6 @@
-"""Muon for any project: torch.optim.Muon's arguments, shared work, sharded parameters, NorMuon.
+"""Muon for any project: like torch.optim.Muon, and for several ranks, DTensors, experts and heads.
 
-To use it, copy this file: it needs only torch. train_gpt2.py has the same algorithm in 60 lines.
+To use it, copy this file: it needs only torch.
 """
 
 import math
@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients (a, b, c) of an iteration
-STACK_ENTRIES = 2**19  # small matrices are faster in a stack, up to the size of a CPU's cache
+STACK_ENTRIES = 2**19  # small matrices are multiplied together; more would not fit a CPU's cache
 LR_FACTORS = {  # for each adjust_lr_fn, the factor of the learning rate of an M x N matrix
     "original": lambda M, N: max(1, M / N) ** 0.5,  # Keller Jordan's
     "match_rms_adamw": lambda M, N: 0.2 * max(M, N) ** 0.5,  # an RMS like that of AdamW's updates
     "spectral_unclamped": lambda M, N: (M / N) ** 0.5,
-    "unit_rms": lambda M, N: max(M, N) ** 0.5,  # an RMS of 1, so lr is the size of a change
+    "unit_rms": lambda M, N: max(M, N) ** 0.5,  # lr is the RMS of an update
 }
 LR_FACTORS[None] = LR_FACTORS["original"]  # as in torch.optim.Muon
 
@@ -27,7 +27,7 @@ def orthogonalize(G, dtype=torch.bfloat16, coefficients=(NEWTON_SCHULZ,) * 5, ep
     coefficients: (a, b, c) of each iteration. eps: added to the Frobenius norm. Returns bfloat16,
     which is what Muon communicates. Source: https://kellerjordan.github.io/posts/muon/
     """
-    # In float64, squares do not overflow. MPS has no float64.
+    # Squares could overflow in float32. MPS has no float64.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
     # Two reductions are faster than one over the whole matrix.
     row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=norm_dtype)
@@ -36,9 +36,11 @@ def orthogonalize(G, dtype=torch.bfloat16, coefficients=(NEWTON_SCHULZ,) * 5, ep
     is_tall = G.size(-2) > G.size(-1)
     X = X.mT if is_tall else X  # (..., m, n) with m <= n
     m, n = X.shape[-2:]
-    # Whichever is faster. The second needs three iterations.
-    iterate = newton_schulz if n < 2 * m or len(coefficients) < 3 else gram_newton_schulz
-    X = iterate(X.reshape(-1, m, n), coefficients)
+    X = X.reshape(-1, m, n)
+    if n >= 2 * m and [*map(tuple, coefficients)] == [NEWTON_SCHULZ] * 5:
+        X = gram_newton_schulz(X)
+    else:
+        X = newton_schulz(X, coefficients)
     X = X.mT if is_tall else X
     return X.reshape(G.shape).bfloat16()
 
@@ -57,22 +59,22 @@ def newton_schulz(X, coefficients):
     return X
 
 
-def gram_newton_schulz(X, coefficients):
-    """Return the result of newton_schulz, up to rounding. It is faster for n >= 2 m.
+def gram_newton_schulz(X):
+    """Return the result of newton_schulz for the default coefficients, up to rounding.
 
-    The next R is (a I + Z) R (a I + Z). So iterate on the small R only, accumulate the factors
-    a I + Z in Q, and apply Q to X once. In bfloat16, R drifts from X X^T, so Q is applied and R is
-    recomputed after two iterations, and then after every three.
-    Source: https://dao-lab.ai/blog/2026/gram-newton-schulz
+    It is faster if n >= 2 m. Z and R commute, so the next R is (a I + Z) R (a I + Z). So iterate on
+    the small R only, accumulate the factors a I + Z in Q, and apply Q to X. In bfloat16, R drifts
+    from X X^T, so it is recomputed once, after two iterations. Other coefficients or more
+    iterations can overflow. Source: https://dao-lab.ai/blog/2026/gram-newton-schulz
     """
+    a, b, c = NEWTON_SCHULZ
     identity = torch.eye(X.size(1), dtype=X.dtype, device=X.device)
-    later_parts = [coefficients[i : i + 3] for i in range(2, len(coefficients), 3)]
-    for part in [coefficients[:2], *later_parts]:
+    for iterations in 2, 3:
         R, Q = X @ X.mT, None
-        for i, (a, b, c) in enumerate(part):
+        for i in range(iterations):
             Z = torch.baddbmm(R, R, R, beta=b, alpha=c)  # b R + c R R
             Q = Z + a * identity if Q is None else torch.baddbmm(Q, Z, Q, beta=a)  # (a I + Z) Q
-            if i < len(part) - 1:  # the last R is not needed
+            if i < iterations - 1:  # the last R is not needed
                 R = torch.baddbmm(R, R, Z, beta=a)  # R (a I + Z)
                 R = torch.baddbmm(R, Z, R, beta=a)  # (a I + Z) R (a I + Z)
         X = Q @ X
@@ -86,21 +88,24 @@ class Muon(torch.optim.Optimizer):
 
     params: matrices (M, N), stacks of matrices (experts, M, N), or 4-D convolution kernels, which
       are flattened to (M, N).
-    lr, weight_decay, momentum, nesterov, eps, ns_steps: as in torch.optim.Muon.
+    lr, weight_decay, momentum, nesterov, ns_steps: as in torch.optim.Muon. eps: as there, but added
+      to the norm.
     ns_coefficients: as there, or a list with (a, b, c) for each step; then ns_steps is ignored.
     adjust_lr_fn: as there ("original" by default), or "unit_rms"; see LR_FACTORS.
     blocks: the number of equal blocks of rows in each matrix, or a list with the number of rows of
-      each block. Blocks are orthogonalized one by one: the heads of a projection; q, k and v.
-    beta2: decay of NorMuon's moving averages, which equalize the row norms of an update (column
-      norms if M < N). 0 disables NorMuon. Source: https://arxiv.org/abs/2510.05491
+      each block. Each block is orthogonalized separately, for example each head of a projection,
+      or q, k and v if they are one parameter.
+    beta2: decay of NorMuon's moving averages of squared row norms (column norms if M < N), by which
+      it divides an update. 0 disables NorMuon. Source: https://arxiv.org/abs/2510.05491
     cautious: decay only entries that the update moves towards zero.
     process_group: the ranks that hold the same parameters and share the work, for example
-      torch.distributed.group.WORLD. Without it, this process does all the work.
+      torch.distributed.group.WORLD. Without it, every rank does all the work (except for DTensors).
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32.
     Raises ValueError if a parameter, a value or a loaded state is invalid.
 
-    With several ranks, reduce the gradients first. A parameter must have a gradient on all ranks or
-    on none. Each parameter is orthogonalized by one rank, which sends the update to the others.
+    Average the gradients over the ranks before step(), as DDP does. All ranks must pass the
+    parameters in the same order, and a parameter must have a gradient on all ranks or on none. Each
+    parameter is orthogonalized by one rank, which sends the update to the others.
 
     DDP: pass process_group. Every rank's state_dict() is complete. FSDP: parameters may be DTensors
     with any placements, such as those of fully_shard; the ranks of their mesh share the work.
@@ -114,6 +119,8 @@ class Muon(torch.optim.Optimizer):
     ):  # fmt: skip
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"dtype={dtype} must be torch.bfloat16 or torch.float32")
+        if process_group is not None and dist.get_rank(process_group) < 0:
+            raise ValueError("this rank is not in process_group")
         self.process_group = process_group
         self.dtype = dtype
         defaults = dict(
@@ -126,16 +133,23 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         """Add a group of parameters. Raises ValueError if Muon cannot handle it."""
         super().add_param_group(param_group)
-        check_muon_group(self.param_groups[-1])
+        try:
+            check_muon_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def load_state_dict(self, state_dict):
         """Load a state of this class or of torch.optim.Muon. Raises ValueError for others."""
-        if any("ns_steps" not in group for group in state_dict["param_groups"]):
-            raise ValueError("this is the state of another optimizer: load a state of Muon")
+        for group in state_dict["param_groups"]:
+            if not {"momentum", "nesterov", "ns_steps", "adjust_lr_fn"} <= group.keys():
+                raise ValueError("this is the state of another optimizer: load a state of Muon")
+        previous = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)  # torch.optim.Muon has no blocks, for example
+        for group, old_group in zip(self.param_groups, previous):
+            for name, value in old_group.items():  # torch.optim.Muon lacks blocks, for example
+                group.setdefault(name, value)
+            check_muon_group(group)
 
     def __getstate__(self):
         """Return what a pickle or a copy needs. It cannot hold the process group."""
@@ -172,7 +186,7 @@ class Muon(torch.optim.Optimizer):
         state["momentum_buffer"].lerp_(gradient_of(p), 1 - group["momentum"])
 
     def direction(self, p, group):
-        """Return what is orthogonalized, with the shape and the placements of p."""
+        """Return the momentum that is orthogonalized, with the shape and the placements of p."""
         momentum = self.state[p]["momentum_buffer"]
         if group["nesterov"]:
             momentum = torch.lerp(gradient_of(p), momentum, group["momentum"])
@@ -188,8 +202,8 @@ class Muon(torch.optim.Optimizer):
         if self.process_group is not None:
             rank = dist.get_rank(self.process_group)
         elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            message = "Muon does all the work on every rank: pass process_group to share it"
-            warnings.warn(message, stacklevel=4)
+            fix = "if all of them hold the same parameters, pass process_group to share it"
+            warnings.warn(f"Muon does all the work on every rank: {fix}", stacklevel=5)
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         updates = {p: slot.view(p.shape) for p, slot in zip(params, buffer.split(sizes))}
@@ -222,8 +236,8 @@ class Muon(torch.optim.Optimizer):
     def update_dtensors(self, members, group):
         """Collective: update DTensors of equal shape and placement.
 
-        Redistribute so that each rank of the mesh holds some whole parameters, orthogonalize them,
-        and then redistribute the updates as shards.
+        Redistribute the shards so that each rank of the mesh has some whole parameters,
+        orthogonalize them, and redistribute the updates as shards.
         """
         directions = torch.stack([self.direction(p, group) for p in members])
         # dist.tensor is imported already if DTensors exist.
@@ -262,7 +276,7 @@ def orthogonalize_blocks(directions, shapes, group):
         count = max(1, STACK_ENTRIES // block[0].numel())
         for stack, out in zip(block.split(count), result.split(count)):
             out.copy_(orthogonalize(stack, directions.dtype, coefficients, group["eps"]))
-        if factor != factors[0]:  # blocks of different sizes; apply_update knows the first factor
+        if factor != factors[0]:  # apply_update uses the first factor for all blocks
             result.mul_(factor / factors[0])
     return updates
 
@@ -298,7 +312,7 @@ def apply_update(p, update, group):
 
 
 def block_shapes(p, group):
-    """Return (matrices, M, N) for each block of a parameter, or once for blocks of equal size."""
+    """Return (matrices, M, N) for each block of a list, or once for all blocks of equal size."""
     stack, M, N = p.shape if p.ndim == 3 else (1, p.size(0), p.shape[1:].numel())
     blocks = group["blocks"]
     if isinstance(blocks, int):
@@ -334,7 +348,7 @@ def check_muon_group(group):
         if isinstance(blocks, int):
             sizes = [rows // max(1, blocks)] * blocks
         if sum(sizes) != rows or min(sizes) < 1:
-            raise ValueError(f"{blocks=} must divide the {rows} rows of a matrix of {shape}")
+            raise ValueError(f"{blocks=} must add up to, or divide, {rows} rows of {shape}")
         if p.device != group["params"][0].device:
             raise ValueError(f"a group is on {p.device} and another device: make one for each")
         if is_dtensor(p) and p.device_mesh.get_coordinate() is None:
@@ -354,9 +368,9 @@ def gradient_of(p):
 
 
 def batches_of(params):
-    """Split parameters into lists of equal shape (and placements), for stacks of STACK_ENTRIES.
+    """Split parameters into lists of equal shape and placements, of up to STACK_ENTRIES entries.
 
-    A list of DTensors has enough of them for a stack on each rank of their mesh.
+    A list of DTensors may have as many entries for each rank of their mesh.
     """
     alike = {}
     for p in params:
