@@ -3,28 +3,31 @@
     python data/pack.py INPUT... --out DIR [--encoding bytes] [--val_fraction 0.1]
 
 An INPUT is a file, a folder, or - for standard input. Folders are read recursively, without hidden
-files and links to folders. A .jsonl file holds one document per line and a .parquet file one per
-row (it needs pyarrow), both in the field --text_field. A .bin file is a shard of tokens, such as
-FineWeb's. Any other file is one document in UTF-8. Files may end in .gz or .xz.
+files, links to folders, and what is not a file, such as a named pipe. A .jsonl file holds one
+document per line and a .parquet file one per row (it needs pyarrow), both in the field
+--text_field. A .bin file is a shard of tokens: FineWeb's, or one beside a manifest.json that names
+its encoding. Any other file is one document in UTF-8. Files may end in .gz or .xz.
 
 Documents keep the order of the inputs; the files of a folder are sorted by relative path. Empty
 documents are left out. Each document starts with the end-of-text token. With --split_at TEXT,
 documents are split wherever TEXT occurs; TEXT and the whitespace around it are removed.
 
-A document is held out for validation if the hash of its name is below --val_fraction. The name is a
-file's relative path, or the text of a line, row or part, so added documents do not move others
-between the splits. If documents differ so much in size that this holds out less than half or more
-than twice the fraction of the tokens, documents are held out in the order of their hashes instead,
-except those that would exceed the fraction. If that is less than half of it, too, or if there are
-ten documents or fewer, the end of the whole text is held out. With --hash_only, sizes do not count.
+A document is held out for validation if the hash of its text is below --val_fraction, so copies are
+on one side, and added documents do not move others. If documents differ so much in size that this
+holds out less than half or more than twice the fraction of the tokens, they are held out in the
+order of their hashes instead, except those that would exceed the fraction. If that is less than
+half of it, too, or if there are ten documents or fewer, the end of the whole text is held out. With
+--by_name, only the hash of a file's relative path counts, whatever its text and its size.
 
 The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json. It replaces all
 train_*.bin and val_*.bin of an earlier pack after all text has been tokenized. If a pack is killed
 while it replaces them, DIR/.pack remains and training refuses the folder: run the same command
-again. The tokens are held in memory, which takes 4 bytes for each.
+again. The tokens are held in memory, which takes 5 bytes for each; tokenizing a large document with
+GPT-2's encoding takes 6 for each byte of the document.
 """
 
 import argparse
+import contextlib
 import gzip
 import hashlib
 import itertools
@@ -86,50 +89,91 @@ def get_encoding(name):
 
 def tokens_of(text, encoding):
     """Return the end-of-text token and the tokens of a text, (N,) uint16."""
-    tokens = encoding.encode_to_numpy(text, disallowed_special=())
-    return np.insert(tokens.astype(np.uint16), 0, encoding.eot_token)
+    if encoding.name == "bytes":  # gives the same tokens in a quarter of the memory
+        tokens = np.frombuffer(text.encode(), np.uint8)
+    else:
+        tokens = encoding.encode_to_numpy(text, disallowed_special=())
+    return np.concatenate([[encoding.eot_token], tokens], dtype=np.uint16, casting="unsafe")
 
 
 # ---- Reading: from inputs to documents, in order -------------------------------------------------
 def list_files(inputs, pattern="*", exclude=(), out=None):
-    """Return [(name, path)] of all input files, in order. The folder `out` is left out.
+    """Return ([(name, path)] of all input files, in order, and the paths that are left out).
 
-    Raises ValueError if an input does not exist.
+    The folder `out` and hidden files are not counted as left out. Raises ValueError if an input
+    does not exist, or if a folder, the pattern or an excluded name matches no file.
     """
-    files = []
+    files, left_out, excluded = [], [], set()
     for path in map(Path, inputs):
         if str(path) == "-":
             files.append(("-", Path("/dev/stdin")))
         elif path.is_dir():
-            found = [file for file in path.rglob(pattern) if not file.is_dir()]
-            for name, file in sorted((file.relative_to(path).as_posix(), file) for file in found):
+            count = len(files)
+            found = [(file.relative_to(path).as_posix(), file) for file in path.rglob(pattern)]
+            for name, file in sorted(found):
                 is_hidden = re.search(r"(^|/)\.", name)
                 is_output = out is not None and out.resolve() in file.resolve().parents
-                if not is_hidden and not is_output and name not in exclude:
+                if is_hidden or is_output:
+                    continue
+                if name in exclude:
+                    excluded.add(name)
+                elif file.is_file() or not file.exists():  # reading a broken link fails
                     files.append((name, file))
+                elif file.is_symlink() or not file.is_dir():
+                    left_out.append(file)
+            if len(files) == count:
+                raise ValueError(f"no text in {path}: no file in it matches {pattern!r}")
         elif path.exists():
             files.append((path.name, path))
         else:
             raise ValueError(f"{path} is neither a file nor a folder: give one that exists")
-    return files
+    if missing := sorted(set(exclude) - excluded):
+        raise ValueError(f"--exclude {missing}: no such file in a folder; give its relative path")
+    if pattern != "*" and not any(Path(path).is_dir() for path in inputs):
+        raise ValueError(f"--pattern={pattern} selects files in folders: give a folder, or omit it")
+    return files, left_out
 
 
-def read_shard(file, folder):
-    """Yield the texts of the documents in an open shard of tokens, such as FineWeb's.
+def encoding_beside(folder, name):
+    """Return the name of the encoding of shards with this name, or None if it is unknown.
 
-    The encoding is that of the manifest in the shard's folder, else GPT-2's. Raises ValueError or
-    KeyError if the shard is incomplete or holds other tokens.
+    The manifest in their folder tells. FineWeb's shards hold GPT-2's tokens.
     """
     manifest = folder / "manifest.json"
-    name = json.loads(manifest.read_text())["encoding"] if manifest.exists() else "gpt2"
-    encoding = get_encoding(name)
+    if manifest.exists():
+        return json.loads(manifest.read_text(encoding="utf-8"))["encoding"]
+    return "gpt2" if "fineweb" in name else None
+
+
+def read_shard(file, path):
+    """Yield the texts of the documents in an open shard of tokens.
+
+    Raises ValueError or KeyError if it is incomplete, or its encoding unknown or a wrong one.
+    """
     header = np.frombuffer(file.read(HEADER_BYTES), "<i4")
-    tokens = np.frombuffer(file.read(), "<u2")
-    if header[:3].tolist() != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
-        raise ValueError("it is not a complete shard of tokens")
+    content = file.read()
+    if header[:3].tolist() != [SHARD_MAGIC, SHARD_VERSION, len(content) / 2]:
+        raise ValueError(
+            f"it is not a complete shard of uint16 tokens, whose header begins with {SHARD_MAGIC}, "
+            f"{SHARD_VERSION} and their number: it has {header[:4].tolist()} and {len(content):,} "
+            "bytes of tokens (those of llama-3 take 4 bytes each)"
+        )
+    name = encoding_beside(path.parent, path.name)
+    if name is None:
+        fix = f'write {{"encoding": "gpt2"}}, for example, to {path.parent / "manifest.json"}'
+        raise ValueError(f"its encoding is unknown: {fix}")
+    encoding, tokens = get_encoding(name), np.frombuffer(content, "<u2")
     starts = np.flatnonzero(tokens == encoding.eot_token)
     for document in np.split(tokens, starts):
         yield encoding.decode(document[document != encoding.eot_token].tolist())
+
+
+def check_text(text):
+    """Raise ValueError if a file's content is probably no text, or not one document."""
+    if "\0" in text:
+        raise ValueError("it has a zero byte, as archives, images and UTF-16 do")
+    if re.match(r'\{".*\}\r?\n\{"', text):
+        raise ValueError("it has JSON lines: give it a name that ends in .jsonl, also before .gz")
 
 
 def read_texts(path, ending, text_field):
@@ -137,8 +181,10 @@ def read_texts(path, ending, text_field):
 
     ending: of the name without .gz or .xz. Raises many kinds of errors if the file is damaged.
     """
-    open_as_bytes = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    with open_as_bytes(path, "rb") as file:
+    decompress = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, contextlib.nullcontext)
+    with open(path, "rb") as raw, decompress(raw) as file:
+        if raw.peek(30).startswith(b"version https://git-lfs"):
+            raise ValueError("it is a Git LFS pointer: run `git lfs pull`")
         if ending == ".jsonl":
             for line in file:
                 yield json.loads(line)[text_field] if line.strip() else ""
@@ -148,25 +194,32 @@ def read_texts(path, ending, text_field):
             for rows in parquet.ParquetFile(file).iter_batches(columns=[text_field]):
                 yield from rows[text_field].to_pylist()
         elif ending == ".bin":
-            yield from read_shard(file, path.parent)
+            yield from read_shard(file, path)
         else:
-            yield file.read().decode().removeprefix("\ufeff")
+            text = file.read().decode().removeprefix("\ufeff")
+            check_text(text)
+            yield text
 
 
-def read_documents(name, path, text_field="text", split_at=None):
+def ending_of(path):
+    """Return the ending of a file's name without .gz or .xz."""
+    return Path(re.sub(r"\.(gz|xz)$", "", path.name)).suffix
+
+
+def read_documents(name, path, text_field="text"):
     """Yield (name, text) of the documents in a file that are not empty.
 
-    name: of the file. Raises ValueError if the file is damaged or is not text.
+    name: of the file; the documents of a .jsonl, .parquet or .bin file are named by their texts.
+    Raises ValueError if the file is damaged or is not text.
     """
-    ending = Path(re.sub(r"\.(gz|xz)$", "", path.name)).suffix
-    is_one_document = ending not in (".jsonl", ".parquet", ".bin") and split_at is None
+    ending = ending_of(path)
+    is_one_document = ending not in (".jsonl", ".parquet", ".bin")
     number = 1  # of the line, row or document
     try:
         for text in read_texts(path, ending, text_field):
             text.encode()  # raises an error if it is no string, or has half of a surrogate pair
-            parts = [text] if split_at is None else map(str.strip, text.split(split_at))
-            for part in filter(None, parts):
-                yield name if is_one_document else part, part
+            if text:
+                yield name if is_one_document else text, text
             number += 1
     except Exception as error:  # of the disk, the content or a library
         reason = f"{type(error).__name__}: {error}"
@@ -176,64 +229,86 @@ def read_documents(name, path, text_field="text", split_at=None):
         ) from None
 
 
-def tokenize(documents, encoding):
-    """Return the tokens of all documents, a list of (N,) uint16, and their hashes, (documents,).
+def split_texts(documents, split_at):
+    """Yield (name, text) of the parts of documents, named by their texts.
 
-    documents: iterator over (name, text). A hash is 32 bits of the sha256 of the name. tiktoken
-    releases the GIL, so all cores share the work.
+    The whitespace around a part is removed. Raises ValueError if split_at occurs in no document.
+    """
+    occurs = False
+    for _, text in documents:
+        occurs = occurs or split_at in text
+        yield from ((part, part) for part in map(str.strip, text.split(split_at)) if part)
+    if not occurs:
+        fix = "give a text that occurs; in bash, $'\\n\\n' is an empty line"
+        raise ValueError(f"--split_at {split_at!r} does not occur: {fix}")
+
+
+def hash_of(text):
+    """Return the first 64 bits of the sha256 of a text or name."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def tokenize(documents, encoding):
+    """Return the tokens of all documents, a list of (N,) uint16, and hashes, (documents, 2) uint64.
+
+    documents: iterator over (name, text), which are hashed in this order. tiktoken releases the
+    GIL, so all cores share the work.
     """
     tokens, hashes, separators = [], [], 0
     with ThreadPoolExecutor() as pool:
         while batch := list(itertools.islice(documents, DOCUMENTS_AT_ONCE)):
             for name, text in batch:
                 separators += text.count(END_OF_TEXT)
-                digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-                hashes.append(int.from_bytes(digest[:4], "big"))
+                hashes.append((hash_of(name), hash_of(text)))
             tokens += pool.map(lambda document: tokens_of(document[1], encoding), batch)
     if separators:
         print(
             f"warning: the texts contain {END_OF_TEXT} {separators:,} times, packed as plain text; "
             f"--split_at '{END_OF_TEXT}' splits them into documents there"
         )
-    return tokens, np.array(hashes)
+    return tokens, np.array(hashes, np.uint64)
 
 
 # ---- Validation ----------------------------------------------------------------------------------
 def up_to(wanted, lengths, hashes):
     """Return a mask of documents with at most `wanted` tokens: in the order of their hashes.
 
-    Those that would exceed it are passed over.
+    Documents with equal hashes stay together. Those that would exceed it are passed over.
     """
-    chosen = np.zeros(len(lengths), bool)
-    for i in np.argsort(hashes, kind="stable").tolist():
-        if lengths[i] <= wanted:
+    unique, group_of = np.unique(hashes, return_inverse=True)
+    chosen = np.zeros(len(unique), bool)
+    for i, length in enumerate(np.bincount(group_of, lengths)):
+        if length <= wanted:
             chosen[i] = True
-            wanted -= lengths[i]
-    return chosen
+            wanted -= length
+    return chosen[group_of]
 
 
-def choose(lengths, hashes, val_fraction, hash_only=False):
+def choose(lengths, hashes, val_fraction, by_name=False):
     """Return which documents are held out, (documents,) bool; None for the end of the whole text.
 
-    lengths: tokens of each document, (documents,) int.
+    lengths: tokens of each document, (documents,) int. hashes: (documents,) uint64.
     """
     wanted = val_fraction * lengths.sum()
     if len(lengths) > HASH_SPLIT_ABOVE:
-        by_hash = hashes < val_fraction * 2**32
+        by_hash = (hashes >> np.uint64(32)) < val_fraction * 2**32
         for held_out in by_hash, up_to(wanted, lengths, hashes):
             is_close = wanted / 2 <= lengths[held_out].sum() <= 2 * wanted
-            if (is_close or hash_only) and held_out.any() and not held_out.all():
+            if (is_close or by_name) and held_out.any() and not held_out.all():
                 return held_out
     return None
 
 
-def split(documents, hashes, val_fraction, hash_only=False):
+def split(documents, hashes, val_fraction, by_name=False):
     """Return the training tokens and the validation tokens, each (N,) uint16."""
     lengths = np.array([len(tokens) for tokens in documents])
-    held_out = choose(lengths, hashes, val_fraction, hash_only)
+    held_out = choose(lengths, hashes, val_fraction, by_name)
     if held_out is not None:
         train = np.concatenate([*itertools.compress(documents, ~held_out)])
         return train, np.concatenate([*itertools.compress(documents, held_out)])
+    if len(np.unique(hashes)) < len(hashes) and val_fraction:
+        print("warning: the end of the text is held out, which may be a copy of training text")
     # The fraction is one of the text, without the end-of-text token of each document.
     text_tokens = int(lengths.sum()) - len(documents)
     cut = len(documents) + int(text_tokens * (1 - val_fraction))
@@ -246,11 +321,14 @@ def write_shard(path, tokens):
     """Write tokens, (N,) uint16, as one shard; return its sha256. A kill leaves no part of it."""
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
-    content = header.tobytes() + tokens.tobytes()
     partial = Path(f"{path}.partial")
-    partial.write_bytes(content)
+    checksum = hashlib.sha256()
+    with open(partial, "wb") as file:
+        for part in header, np.ascontiguousarray(tokens):
+            file.write(part)
+            checksum.update(part)
     os.replace(partial, path)
-    return hashlib.sha256(content).hexdigest()
+    return checksum.hexdigest()
 
 
 def write_split(folder, split, number, tokens):
@@ -270,15 +348,25 @@ def pack(args):
     if not is_ours and any(args.out.glob("*.bin")):
         raise ValueError(f"{args.out} holds shards that pack.py did not write: change --out")
     encoding = get_encoding(args.encoding)
-    files = list_files(args.inputs, args.pattern, args.exclude, args.out)
+    files, left_out = list_files(args.inputs, args.pattern, args.exclude, args.out)
+    if left_out:
+        print(f"left out {len(left_out)} links to folders or special files, such as {left_out[0]}")
+    if args.text_field and not any(ending_of(path) in (".jsonl", ".parquet") for _, path in files):
+        raise ValueError("--text_field is for .jsonl and .parquet files: omit it")
     documents = itertools.chain.from_iterable(
-        read_documents(*file, args.text_field, args.split_at) for file in files
+        read_documents(*file, args.text_field or "text") for file in files
     )
+    if args.split_at is not None:
+        documents = split_texts(documents, args.split_at)
     progress = tqdm(documents, unit=" documents", disable=None)
     tokens, hashes = tokenize(iter(progress), encoding)
     if not tokens:
         raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs or --pattern")
-    train, val = split(tokens, hashes, args.val_fraction, args.hash_only)
+    by_name, by_text = hashes.T
+    if args.by_name:
+        train, val = split(tokens, by_name, args.val_fraction, by_name=True)
+    else:
+        train, val = split(tokens, by_text, args.val_fraction)
 
     args.out.mkdir(parents=True, exist_ok=True)
     marker.mkdir(exist_ok=True)
@@ -290,6 +378,7 @@ def pack(args):
         "vocab_size": encoding.n_vocab,
         "source": args.inputs,
         "documents": len(tokens),
+        "copies": len(tokens) - len(np.unique(by_text)),
         "train": write_split(args.out, "train", 1, train),
         "val": write_split(args.out, "val", 0, val),
     }
@@ -307,8 +396,8 @@ def parse_args(argv):
     add("--out", required=True, type=Path, help="folder for the shards")
     add("--encoding", default="bytes", help="bytes, gpt2 or gpt2-N (its first N tokens)")
     add("--val_fraction", default=0.1, type=float, help="fraction to hold out (0.1)")
-    add("--hash_only", action="store_true", help="hold out by the hash, whatever the size")
-    add("--text_field", default="text", help="field of a JSON line or a parquet row (text)")
+    add("--by_name", action="store_true", help="hold out files by the hash of their paths")
+    add("--text_field", help="field of a JSON line or a parquet row (text)")
     add("--split_at", metavar="TEXT", help=f"split documents here, for example at '{END_OF_TEXT}'")
     add("--pattern", default="*", help="in folders, read only files whose names match")
     add("--exclude", default=[], nargs="*", help="relative paths to leave out")
@@ -325,7 +414,7 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         sys.exit(f"data/pack.py: {error}")
     train, val = manifest["train"], manifest["val"]
-    print(f"{manifest['documents']:,} documents in {args.encoding}")
+    print(f"{manifest['documents']:,} documents in {args.encoding}, {manifest['copies']:,} copies")
     for name, part in ("train", train), ("val", val):
         share = part["tokens"] / (train["tokens"] + val["tokens"])
         print(

@@ -50,7 +50,7 @@ def pack_torch_sources():
     """Pack the sources of PyTorch, except the file that differs between builds."""
     folder = str(Path(torch.__file__).parent)
     files = ["--pattern", "*.py", "--exclude", "version.py"]
-    options = ["--encoding", "bytes", "--val_fraction", "0.02", "--hash_only"]
+    options = ["--encoding", "bytes", "--val_fraction", "0.02", "--by_name"]
     pack.main([folder, *files, *options, "--out", str(TORCH_SOURCES)])
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import lzma
@@ -10,6 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tracemalloc
 
 import numpy as np
 import pack
@@ -71,7 +74,8 @@ def write_lines(path, texts):
 
 
 # ---- Tokens, splits and formats ------------------------------------------------------------------
-def test_a_folder_is_packed_in_path_order_and_held_out_by_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_folder_is_packed_in_path_order_and_held_out(by_name, tmp_path, monkeypatch):
     """Without hidden files, excluded ones, empty ones, links to folders, and its own output."""
     monkeypatch.setattr(pack, "SHARD_TOKENS", 1000)
     texts = {f"d{i % 3}/f{i}.py": f"{i} {text}" for i, text in enumerate(TEXTS[:40])}
@@ -85,10 +89,11 @@ def test_a_folder_is_packed_in_path_order_and_held_out_by_name(tmp_path, monkeyp
     (tmp_path / "target" / "linked.py").write_text("no")
     (source / "link").symlink_to(tmp_path / "target")
     choice = ["--pattern", "*.py", "--exclude", "version.py", "--val_fraction", 0.3]
+    choice += ["--by_name"] * by_name
     manifest = packed(out, source, *choice)
     expected = {"train": [], "val": []}
     for name in sorted(texts):
-        split = "val" if is_held_out(name, 0.3) else "train"
+        split = "val" if is_held_out(name if by_name else texts[name], 0.3) else "train"
         expected[split].append(texts[name].encode())
     for split, documents in expected.items():
         assert split_documents(out, split) == documents and documents
@@ -110,7 +115,7 @@ def test_books_equal_an_independent_tokenization(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("texts, fraction", [(1, 0.25), (2, 0.1), (10, 0.1), (11, 0.3)])
 def test_the_end_of_few_documents_is_held_out(tmp_path, monkeypatch, texts, fraction):
-    """Of 11 documents, whole ones are held out."""
+    """Of 11 documents, whole ones are held out, among them 0.txt and its copy, 10.txt."""
     monkeypatch.setattr(pack, "SHARD_TOKENS", 7001)
     names = [tmp_path / f"{i}.txt" for i in range(texts)]
     for i, name in enumerate(names):
@@ -119,7 +124,7 @@ def test_the_end_of_few_documents_is_held_out(tmp_path, monkeypatch, texts, frac
     train, val = (shard_tokens(tmp_path / "out", split) for split in ("train", "val"))
     stream = [token for name in names for token in [256, *name.read_bytes()]]
     assert ([*train, *val] == stream) == (texts <= 10)
-    assert len(val) == (fraction * 26_000 * texts if texts <= 10 else 26_001 * 2)
+    assert len(val) == (fraction * 26_000 * texts if texts <= 10 else 26_001 * 4)
 
 
 @pytest.mark.parametrize("form", [".gz", ".xz", ".parquet"])
@@ -156,6 +161,28 @@ def test_standard_input_is_packed_as_one_document(tmp_path):
     done = subprocess.run(command, input=b"some text", capture_output=True)
     assert done.returncode == 0 and b"10.0% of all" in done.stdout, done
     assert split_documents(tmp_path / "out", "train") == [b"some tex"]
+    done = subprocess.run(command, input=GOOD * 2, capture_output=True)
+    assert done.returncode == 1 and b"it has JSON lines" in done.stderr, done
+
+
+def test_what_is_left_out_of_a_folder_is_counted(tmp_path, capsys):
+    """Reading a named pipe would hang."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("text")
+    (tmp_path / "in" / "link").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "in" / "pipe")
+    assert packed(tmp_path / "out", tmp_path / "in")["documents"] == 1
+    sentence = "left out 2 links to folders or special files, such as "
+    assert f"{sentence}{tmp_path}/in/link\n" in capsys.readouterr().out
+
+
+def test_a_large_document_takes_the_memory_that_the_docstring_says(tmp_path):
+    (tmp_path / "a.txt").write_text("a large text\n" * 300_000)
+    tracemalloc.start()
+    manifest = packed(tmp_path / "out", tmp_path / "a.txt")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5 * (manifest["train"]["tokens"] + manifest["val"]["tokens"])
 
 
 # ---- Mistakes ------------------------------------------------------------------------------------
@@ -184,6 +211,34 @@ def test_a_text_that_cannot_be_read_is_named_and_fatal(tmp_path, bad):
     assert not (tmp_path / "out").exists()
 
 
+def tar_archive():
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        archive.add(__file__)
+    return content.getvalue()
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.tar", tar_archive(), "it has a zero byte"),
+        ("a.tar.gz", gzip.compress(tar_archive()), "it has a zero byte"),
+        ("a.txt", "UTF-16 without a mark".encode("utf-16-le"), "it has a zero byte"),
+        ("a.jsonl.gz", gzip.compress(tar_archive()), "JSONDecodeError"),
+        ("a.json.gz", gzip.compress(GOOD * 2), "it has JSON lines: give it a name that ends in"),
+        *((f"a{ending}", POINTER, "git lfs pull") for ending in (".parquet", ".xz", ".txt")),
+        ("a.bin", np.array([20240801, 7, 9], "<i4").tobytes(), "it has [20240801, 7, 9]"),
+        ("a.bin", np.array([20240520, 1, 0], "<i4").tobytes().ljust(1024, b"\0"), "is unknown"),
+    ],
+)
+def test_what_is_no_text_is_not_packed_as_text(name, content, reason, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    assert reason in refusal(tmp_path / "out", tmp_path / name)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -193,11 +248,17 @@ def test_a_text_that_cannot_be_read_is_named_and_fatal(tmp_path, bad):
         (("nothing",), "nothing is neither a file nor a folder"),
         ((".", "--pattern", "*.py"), "no text in ."),
         (("a.jsonl",), "no text in a.jsonl"),
+        (("a.txt", "empty"), "no text in empty: no file in it matches '*'"),
+        (("a.txt", "--pattern", "*.txt"), "--pattern=*.txt selects files in folders"),
+        ((".", "--exclude", "a.txt", "b.txt"), "--exclude ['b.txt']: no such file"),
+        (("a.txt", "--text_field", "body"), "--text_field is for .jsonl and .parquet files"),
+        (("a.txt", "--split_at", r"\n\n"), r"--split_at '\\n\\n' does not occur: give"),
     ],
 )
 def test_mistakes_are_refused(tmp_path, monkeypatch, arguments, sentence):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_text("text\n\ntext")
     (tmp_path / "a.jsonl").write_text("\n")
     assert sentence in refusal("out", *arguments)
 
@@ -215,9 +276,9 @@ def held_out_fraction(lengths, fraction, names, **options):
 
     The tokens of a document are its number. Each is in one of the two splits.
     """
-    hashes = [int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) for name in names]
+    hashes = np.array([pack.hash_of(name) for name in names], np.uint64)
     documents = [np.full(length, i, np.uint16) for i, length in enumerate(lengths)]
-    train, val = pack.split(documents, np.array(hashes), fraction, **options)
+    train, val = pack.split(documents, hashes, fraction, **options)
     stream = np.concatenate(documents)
     assert np.array_equal(np.sort(np.concatenate([train, val])), stream)
     assert (np.diff(train.astype(int)) >= 0).all() and (np.diff(val.astype(int)) >= 0).all()
@@ -241,12 +302,12 @@ def test_close_to_the_fraction_of_the_tokens_is_held_out(kind, seed, fraction):
     assert fraction / 2 <= found <= 2 * fraction or abs(found - fraction) * lengths.sum() <= 400
 
 
-def test_with_hash_only_sizes_do_not_count():
+def test_by_name_sizes_do_not_count():
     """Then added documents never move others; the data of the CPU benchmark are packed so."""
     names = [f"{i}" for i in range(100)]
     expected = {name for name in names if is_held_out(name, 0.1)}
     lengths = [100_000 if name == min(expected) else 10 for name in names]
-    found, held_out = held_out_fraction(lengths, 0.1, names, hash_only=True)
+    found, held_out = held_out_fraction(lengths, 0.1, names, by_name=True)
     assert found > 0.9 and held_out == expected
     found, _ = held_out_fraction(lengths, 0.1, names)
     assert found == pytest.approx(0.1, abs=1e-3)
@@ -258,6 +319,36 @@ def test_added_documents_do_not_move_others_where_sizes_are_similar():
     _, before = held_out_fraction(lengths[:1000], 0.1, names[:1000])
     _, after = held_out_fraction(lengths, 0.1, names)
     assert before == {name for name in after if int(name) < 1000}
+
+
+@pytest.mark.parametrize("sizes", ["similar", "one large"])
+def test_copies_are_on_one_side_in_any_order_of_the_documents(sizes):
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(50, 150, 40)
+    lengths[0] = 20_000 if sizes == "one large" else 100
+    copies = np.repeat(np.arange(40), 3)
+    expected = None
+    for _ in range(5):
+        names = [f"{i}" for i in copies]
+        _, held_out = held_out_fraction(lengths[copies], 0.1, names)
+        assert sum(name in held_out for name in names) == 3 * len(held_out)
+        assert expected is None or held_out == expected
+        expected = held_out
+        copies = generator.permutation(copies)
+
+
+def test_copies_are_counted_and_never_in_both_splits(tmp_path, capsys):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(20):
+        for name in f"ch{i:02}.txt", f"ch{i:02} (1).txt":
+            (folder / name).write_text(TEXTS[i])
+    assert packed(tmp_path / "out", folder)["copies"] == 20
+    assert "40 documents in bytes, 20 copies" in capsys.readouterr().out
+    train, val = (set(split_documents(tmp_path / "out", split)) for split in ("train", "val"))
+    assert train and val and not train & val
+    packed(tmp_path / "few", folder, "--pattern", "ch00*")
+    assert "the end of the text is held out, which may be a copy" in capsys.readouterr().out
 
 
 # ---- What is in the folder already ---------------------------------------------------------------
@@ -355,13 +446,13 @@ def test_a_cut_encoding_merges_like_gpt2s_up_to_its_size(size):
 @needs_gpt2
 @pytest.mark.parametrize("before, compressed", [("gpt2", False), ("gpt2", True), ("bytes", False)])
 def test_a_shard_is_packed_as_its_texts(tmp_path, before, compressed):
-    """Without a manifest beside it, it holds GPT-2's tokens, such as FineWeb's."""
+    """Without a manifest beside it, one of FineWeb's holds GPT-2's tokens."""
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     packed(tmp_path / "first", source, "--encoding", before, "--val_fraction", 0)
     shard = tmp_path / "first" / "train_000001.bin"
     if compressed:
         content = lzma.compress(shard.read_bytes())
-        shard = tmp_path / "shard.bin.xz"
+        shard = tmp_path / "fineweb_train_000001.bin.xz"
         shard.write_bytes(content)
     choice = ["--encoding", "gpt2-2048", "--val_fraction", 0.2]
     manifest = packed(tmp_path / "again", shard, *choice)
@@ -374,5 +465,5 @@ def test_a_shard_that_is_incomplete_or_of_another_encoding_is_refused(tmp_path):
     packed(tmp_path / "first", write_lines(tmp_path / "a.jsonl", TEXTS), "--encoding", "gpt2")
     content = (tmp_path / "first" / "train_000001.bin").read_bytes()[:-2]
     for last, wanted in (b"", "complete shard"), (b"\xff\xff", "65535"):
-        (tmp_path / "bad.bin").write_bytes(content + last)
-        assert wanted in refusal(tmp_path / "out", tmp_path / "bad.bin")
+        (tmp_path / "fineweb_bad.bin").write_bytes(content + last)
+        assert wanted in refusal(tmp_path / "out", tmp_path / "fineweb_bad.bin")
