@@ -177,6 +177,12 @@ def test_a_literal_that_python_cannot_read_is_one_sentence(literal, tmp_path):
         report.main([str(tmp_path)])
 
 
+def test_a_line_of_the_source_may_begin_like_a_setting(tmp_path):
+    source = 'print("""\nhyperparameter search\n""")'
+    run = runlog.read(write_log(tmp_path / "a.txt", source=source))
+    assert run.source == source and run.settings == HEADER
+
+
 @pytest.mark.parametrize("text", ["", "soak: 30 cycles", "hyperparameter a=1\n"])
 def test_other_files_are_not_read_as_logs(text, tmp_path):
     (tmp_path / "a.txt").write_text(text)

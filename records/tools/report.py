@@ -218,12 +218,12 @@ def main(argv):
         return 0
     stale = []
     for readme in [ROOT / "README.md", *sorted((ROOT / "records").rglob("README.md"))]:
-        text = readme.read_text()
+        text = readme.read_text(encoding="utf-8")
         fresh = renewed(text)
         if fresh != text:
             stale.append(f"{readme}")
             if options.refresh:
-                readme.write_text(fresh)
+                readme.write_text(fresh, encoding="utf-8")
     print("\n".join(stale) or "everything is up to date")
     return int(options.stale and bool(stale))
 

@@ -145,9 +145,10 @@ class Start:
 def read_start(text):
     """Return the Start in a part of a log."""
     _, _, text = text.partition("\n")  # the title
-    source, _, text = text.partition("\nhyperparameter ")
-    start = Start(source, settings={}, facts={}, points=[])
-    for line in f"hyperparameter {text}".splitlines():
+    # A line of the source may begin with "hyperparameter ", too.
+    first = re.search(r"^(hyperparameter .*\n)+(training .*\n)?torch:", text, re.M).start()
+    start = Start(text[: first - 1], settings={}, facts={}, points=[])
+    for line in text[first:].splitlines():
         if line.startswith("hyperparameter "):
             name, _, value = line.removeprefix("hyperparameter ").partition("=")
             start.settings[name] = ast.literal_eval(value)
@@ -198,7 +199,7 @@ def read(path):
     different runs.
     """
     path = Path(path)
-    text = path.read_text(errors="replace")
+    text = path.read_text(encoding="utf-8", errors="replace")
     text = text[: text.rfind("\n") + 1]  # a run that is still going may have written half a line
     try:
         starts = read_starts(text)
@@ -229,4 +230,4 @@ def logs_in(folder):
     Raises ValueError for a damaged log: silently omitting a run would bias the result.
     """
     paths = sorted(Path(folder).rglob("*.txt"))
-    return [read(path) for path in paths if "\nhyperparameter " in path.read_text(errors="replace")]
+    return [read(path) for path in paths if b"\nhyperparameter " in path.read_bytes()]
