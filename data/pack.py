@@ -141,7 +141,7 @@ def encoding_beside(folder, name):
     """
     manifest = folder / "manifest.json"
     if manifest.exists():
-        return json.loads(manifest.read_text(encoding="utf-8"))["encoding"]
+        return json.loads(manifest.read_text(encoding="utf-8")).get("encoding")
     return "gpt2" if "fineweb" in name else None
 
 
@@ -412,7 +412,7 @@ def main(argv=None):
     try:
         manifest = pack(args)
     except (ValueError, OSError) as error:
-        sys.exit(f"data/pack.py: {error}")
+        sys.exit(f"data/pack.py: {' '.join(str(error).split())}")
     train, val = manifest["train"], manifest["val"]
     print(f"{manifest['documents']:,} documents in {args.encoding}, {manifest['copies']:,} copies")
     for name, part in ("train", train), ("val", val):

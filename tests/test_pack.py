@@ -246,6 +246,7 @@ def test_what_is_no_text_is_not_packed_as_text(name, content, reason, tmp_path):
         (("a.txt", "--encoding", "gpt2-256"), "gpt2-N with N from 257 to 50256"),
         (("a.txt", "--encoding", "gpt2-50257"), "gpt2-N with N from 257 to 50256"),
         (("nothing",), "nothing is neither a file nor a folder"),
+        (("two\nlines",), "two lines is neither a file nor a folder"),
         ((".", "--pattern", "*.py"), "no text in ."),
         (("a.jsonl",), "no text in a.jsonl"),
         (("a.txt", "empty"), "no text in empty: no file in it matches '*'"),
