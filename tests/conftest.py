@@ -97,6 +97,7 @@ MODERN = dict(
 def train_on_bytes(folder, recipe, **settings):
     """Train on the bytes of copies of DOCUMENT; return the run's folder."""
     tokens = [256, *DOCUMENT.encode()] * 20
+    folder.joinpath("manifest.json").write_text('{"encoding": "bytes"}')
     write_shard(folder / "train_0.bin", tokens)
     write_shard(folder / "val_0.bin", tokens[:200])
     write_shard(folder / "val_1.bin", tokens[200:1000])
@@ -133,12 +134,22 @@ def small_state(recipe=train_gpt2.RECIPE, **settings):
     """Return the contents of the model.pt of a small untrained model."""
     shape = dict(vocab_size=257, n_layer=1, n_head=1, n_embd=4, sequence_length=16)
     args = recipe.settings(**dict(dtype="float32") | shape | settings)
+    encoding = "bytes" if args.vocab_size < 1024 else None
     return dict(
         script=recipe.script, source="0" * 12, hyperparameters=vars(args),
-        fixed=dict(train_data="0" * 12, val_data="1" * 12, encoding=None),
+        fixed=dict(train_data="0" * 12, val_data="1" * 12, encoding=encoding),
         threads=1, step=args.num_iterations, train_seconds=1.0, val_loss=1.0,
         model=recipe.build_model(args, torch.float32).state_dict(),
     )  # fmt: skip
+
+
+def write_run_on_own_tokens(folder):
+    """Write validation tokens without a manifest, and weights for them; return their path."""
+    write_shard(folder / "val_0.bin", range(500))
+    files = dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin")
+    state = small_state(vocab_size=512, val_tokens=496, **files)
+    state["fixed"]["encoding"] = None
+    return write_weights(folder / "model.pt", state)
 
 
 def write_weights(path, state):

@@ -9,7 +9,7 @@ import evaluate
 import pytest
 import torch
 import weights
-from conftest import run_tool, small_state, write_shard, write_weights
+from conftest import run_tool, small_state, write_run_on_own_tokens, write_shard, write_weights
 
 import train_gpt2
 from train_gpt2 import Hyperparameters, UserError
@@ -101,6 +101,31 @@ def test_shards_of_another_encoding_are_rejected(tmp_path, capsys):
         expected = contextlib.nullcontext() if allowed else pytest.raises(ValueError, match=name)
         with expected:
             run(capsys, path, tmp_path / "a.bin")
+
+
+def test_without_a_known_encoding_only_tokens_are_measured(tmp_path, capsys):
+    path = write_run_on_own_tokens(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    table, _ = run(capsys, path, tmp_path / "val_0.bin")
+    table |= run(capsys, path)[0]
+    for name, count in ("val_0.bin", "499"), ("val_*.bin", "496"):
+        assert table[f"{tmp_path}/{name}"][::3] == [count, "n/a"]
+    with pytest.raises(ValueError, match="the encoding of the training data is unknown"):
+        run(capsys, path, tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"val_0\.bin holds token 499, but vocab_size=257"):
+        run(capsys, path, tmp_path / "val_0.bin", "--encoding=bytes")
+
+
+def test_a_text_is_read_as_pack_reads_it(tmp_path, capsys):
+    """Ends of lines remain, and each line of a .jsonl file is a document."""
+    path = write_uniform_model(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    (tmp_path / "b.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    names = [f"{tmp_path}/{name}" for name in ("a.txt", "b.jsonl")]
+    table, _ = run(capsys, path, *names, "--text_field=body")
+    assert [table[name][0] for name in names] == ["10", "7"]
+    with pytest.raises(ValueError, match=r"b\.jsonl:1 cannot be read \(KeyError"):
+        run(capsys, path, names[1])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 import train_modern
 import transformers
 import weights
-from conftest import ROOT, run_tool, small_state, write_weights
+from conftest import ROOT, run_tool, small_state, write_run_on_own_tokens, write_weights
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -392,6 +392,14 @@ def test_ids_that_only_pad_the_vocabulary_are_never_generated(tmp_path):
     assert model(inputs).logits[:, -1].argmax(-1).max() > 256
     ids = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=5)
     assert ids.max() <= 256
+
+
+def test_without_a_known_encoding_the_tokenizer_is_left_out(tmp_path, capsys):
+    *_, model = exported(write_run_on_own_tokens(tmp_path / "run"), tmp_path / "out")
+    assert "the export has no tokenizer: the encoding of" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("token*"))
+    assert "- Encoding: unknown." in (tmp_path / "out" / "README.md").read_text()
+    assert model.config.eos_token_id is None
 
 
 # ---- The command --------------------------------------------------------------------------------

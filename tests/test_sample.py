@@ -1,5 +1,6 @@
 """sample.py generates text token by token; weights.py finds and loads the weights of a run."""
 
+import io
 import os
 import re
 import sys
@@ -9,7 +10,7 @@ import sample
 import torch
 import train_modern
 import weights
-from conftest import run_tool, small_state, write_weights
+from conftest import run_tool, small_state, write_run_on_own_tokens, write_weights
 
 import train_gpt2
 from train_gpt2 import UserError
@@ -70,10 +71,25 @@ def test_ids_that_only_pad_the_vocabulary_are_never_sampled(gpt2_vocabulary, tmp
     assert text.startswith("Hello")
 
 
+def test_without_a_known_encoding_no_text_is_printed(tmp_path, capsys):
+    path = write_run_on_own_tokens(tmp_path)
+    with pytest.raises(ValueError, match="the encoding of the training data is unknown"):
+        run(capsys, path, "Hello")
+    assert run(capsys, path, "Hello", "--encoding=bytes", "--tokens=0") == "Hello\n"
+
+
+def test_a_prompt_may_come_from_standard_input(plain_run, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("for i"))
+    assert run(capsys, plain_run, "-", "--tokens=0") == "for i\n"
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
         ([], "no weights in logs"),
+        (["--temperature=-1"], "--temperature must be a number from 0"),
+        (["--temperature=nan"], "--temperature must be a number from 0"),
+        (["--top_k=-5"], "--top_k must be 0 or more"),
         (["--weights=nowhere.pt"], "nowhere.pt holds no weights"),
         (["--weights=text.pt"], "text.pt cannot be used"),
     ],

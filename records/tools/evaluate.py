@@ -2,11 +2,11 @@
 
     bash run.sh evaluate [TEXT ...] [--weights logs/RUN]
 
-A TEXT is a text file in UTF-8, or a shard of tokens that data/pack.py has made. Without one, the
+A TEXT is a file that data/pack.py can read, or a shard of tokens that it has made. Without one, the
 run's own validation tokens are measured, and the loss that the run logged is printed, too.
 
-A text is preceded by an end-of-text token, as in training. Every token after the first counts
-exactly once. As in training, it is predicted from the tokens before it in a window of
+Each document of a text is preceded by an end-of-text token, as in training. Every token after the
+first counts exactly once. As in training, it is predicted from the tokens before it in a window of
 sequence_length tokens, and windows do not overlap, so tokens early in a window have little context.
 
 The loss is the mean in nats per token, and the perplexity is its exponential. Bits per byte, the
@@ -48,22 +48,28 @@ def total_nats(gpt, tokens, T):
 
 def read_shards(pattern, args, encoding, count=None):
     """Return the first `count` tokens (default: all) of the shards matching a glob, (N,) int64."""
-    found = train_gpt2.read_manifest(pattern).get("encoding", encoding.name)
+    own, n_vocab = (encoding.name, encoding.n_vocab) if encoding else (None, args.vocab_size)
+    found = train_gpt2.read_manifest(pattern).get("encoding", own)
     require(
-        found == encoding.name,
-        f"{pattern!r} has the encoding {found}, and the model {encoding.name}: give a text, or "
-        "shards of that encoding",
+        found == own,
+        f"{pattern!r} has the encoding {found}, and the model {own or 'an unknown one'}: give a "
+        "text, or shards of that encoding",
     )
-    stream = train_gpt2.TokenStream(pattern, args.vocab_size)
+    stream = train_gpt2.TokenStream(pattern, n_vocab)
     return torch.from_numpy(stream.read(0, count or stream.total_tokens).astype(np.int64))
 
 
-def read_text(name, args, encoding):
-    """Return the tokens, (N,) int64, of a shard or a text file."""
+def read_text(name, args, encoding, text_field):
+    """Return the tokens, (N,) int64, of a shard or a text file, which is read as data/pack.py does.
+
+    encoding: None if it is unknown, which is an error for a text.
+    """
     if np.fromfile(name, "<i4", 1).tolist() == [pack.SHARD_MAGIC]:
         return read_shards(name, args, encoding)
-    text = Path(name).read_text(encoding="utf-8")
-    return torch.tensor([encoding.eot_token, *encoding.encode_ordinary(text)])
+    require(encoding, weights.UNKNOWN_ENCODING)
+    documents = pack.read_documents(name, Path(name), text_field)
+    tokens = [pack.tokens_of(text, encoding) for _, text in documents]
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *tokens]))
 
 
 def bytes_of(tokens, encoding):
@@ -75,12 +81,13 @@ def bytes_of(tokens, encoding):
 def main(argv):
     parser = weights.parser_for(__doc__)
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="text file or shard")
+    parser.add_argument("--text_field", default="text", help="field of a line or row (text)")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     options = parser.parse_intermixed_args(argv)  # texts and options in any order
     path = weights.find(options.weights)
     gpt, args, state = weights.load(path, options.device)
     encoding = weights.encoding_of(state, args, options.encoding)
-    texts = {name: read_text(name, args, encoding) for name in options.texts}
+    texts = {name: read_text(name, args, encoding, options.text_field) for name in options.texts}
     if not texts:
         texts = {args.val_files: read_shards(args.val_files, args, encoding, args.val_tokens + 1)}
     for name, tokens in texts.items():  # all mistakes are found before the first row
@@ -92,7 +99,7 @@ def main(argv):
         nats = total_nats(gpt, tokens, args.sequence_length)
         loss = nats / count
         perplexity = np.exp(loss)  # inf if it overflows
-        size = bytes_of(tokens[1:], encoding)
+        size = bytes_of(tokens[1:], encoding) if encoding else 0
         bits = f"{nats / math.log(2) / size:.4f}" if size else "n/a"
         print(f"| {name} | {count:,} | {loss:.4f} | {perplexity:.5g} | {bits} |", flush=True)
     if not options.texts and "optimizers" not in state:  # a checkpoint's val_loss may be older

@@ -3,9 +3,9 @@
     bash run.sh export --out DIR [--weights logs/RUN]
 
 DIR must be new or empty. It gets the weights in float32, the script that trained them, the code
-that adapts its model to transformers, the tokenizer of the training data and a model card. Before
-DIR is created, transformers loads the export: its logits must be those of the weights, and its
-token ids those of the encoding.
+that adapts its model to transformers, a model card and, if the encoding of the training data is
+known, its tokenizer. Before DIR is created, transformers loads the export: its logits must be those
+of the weights, and its token ids those of the encoding.
 To publish DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 """
 
@@ -99,10 +99,12 @@ def write_code(folder, recipe):
 def write_model(folder, gpt, args, encoding, recipe):
     """Write the code, the settings and the float32 weights of the model of a recipe."""
     write_code(folder, recipe)
-    pad_token = encoding.encode_single_token(PADDING_BYTE)
-    generation = dict.fromkeys(("bos_token_id", "eos_token_id"), encoding.eot_token)
-    generation |= dict(pad_token_id=pad_token, use_cache=False)
-    unused = [pad_token, *range(encoding.n_vocab, args.vocab_size)]  # ids that occur in no text
+    generation, unused = dict(use_cache=False), None
+    if encoding:
+        pad_token = encoding.encode_single_token(PADDING_BYTE)
+        generation |= dict.fromkeys(("bos_token_id", "eos_token_id"), encoding.eot_token)
+        generation |= dict(pad_token_id=pad_token)
+        unused = [pad_token, *range(encoding.n_vocab, args.vocab_size)]  # ids that occur in no text
     generation_config = transformers.GenerationConfig(**generation, suppress_tokens=unused)
     generation_config.save_pretrained(folder)
     config = dict(
@@ -130,6 +132,10 @@ def card_of(name, args, state, encoding, parameters):
     # A checkpoint may be newer than its val_loss.
     loss = "unknown" if "optimizers" in state else f"{state['val_loss']:.4f} nats per token"
     script = Path(state["script"]).name
+    tokenizer = "unknown. This folder has no tokenizer: use that of the training data."
+    if encoding:
+        tokenizer = f"""`{encoding.name}`, with {encoding.n_vocab:,} ids. Each document begins with
+  `{END_OF_TEXT}`."""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -144,8 +150,7 @@ A language model with {parameters:,} parameters, trained by `{script}`.
 
 - Training: {training}.
 - Validation loss: {loss}.
-- Encoding: `{encoding.name}`, with {encoding.n_vocab:,} ids. Each document begins with
-  `{END_OF_TEXT}`.
+- Encoding: {tokenizer}
 - Unlike OpenAI's GPT-2, the model has rotary positions, RMSNorm without a gain, normalized queries
   and keys, ReLU^2 and no biases. `{script}` in this folder defines it, and `{MODELING}.py`
   adapts it to transformers.
@@ -185,13 +190,15 @@ def check(folder, gpt, args, encoding, script):
 
     Raises ValueError if it exceeds rounding errors, or if the ids of a text differ.
     """
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    text = f"{__doc__} naïve 12.5 € \t\n  日本語 🙂 can't  "
-    ids = tokenizer.encode(text, verbose=False)
-    equal = ids == encoding.encode_ordinary(text) and tokenizer.eos_token_id == encoding.eot_token
-    require(equal, f"the exported tokenizer gives different ids from {encoding.name}")
+    ids = [*range(args.vocab_size)]
+    if encoding:
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        text = f"{__doc__} naïve 12.5 € \t\n  日本語 🙂 can't  "
+        ids = [tokenizer.eos_token_id, *tokenizer.encode(text, verbose=False)]
+        equal = ids == [encoding.eot_token, *encoding.encode_ordinary(text)]
+        require(equal, f"the exported tokenizer gives different ids from {encoding.name}")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    inputs = torch.tensor([[encoding.eot_token, *ids][: args.sequence_length]])
+    inputs = torch.tensor([ids[: args.sequence_length]])
     expected = gpt(inputs)
     difference = (model(inputs).logits - expected).abs().max().item()
     require(
@@ -215,7 +222,10 @@ def export(path, out, encoding_name=""):
         export_folder = Path(folder, "export")
         export_folder.mkdir()
         write_model(export_folder, gpt, args, encoding, weights.recipe_of(script))
-        tokenizer_of(encoding, args.sequence_length).save_pretrained(export_folder)
+        if encoding:
+            tokenizer_of(encoding, args.sequence_length).save_pretrained(export_folder)
+        else:
+            print(f"the export has no tokenizer: {weights.UNKNOWN_ENCODING}")
         (export_folder / "README.md").write_text(card, encoding="utf-8")
         difference = check(export_folder, gpt, args, encoding, script)
         os.rename(export_folder, out)

@@ -7,11 +7,12 @@ Every prompt begins a new document, and an end-of-text token ends the text.
 """
 
 import codecs
+import math
 import sys
 
 import torch
 import weights
-from runlog import command
+from runlog import command, require
 
 
 def pick(logits, temperature, top_k, generator):
@@ -55,19 +56,24 @@ def write(ids, encoding):
 def main(argv):
     parser = weights.parser_for(__doc__)
     add = parser.add_argument
-    add("prompt", nargs="?", default="", help="what the text begins with")
+    add("prompt", nargs="?", default="", help="what the text begins with; -: standard input")
     add("--tokens", type=int, default=300, help="length limit of the text (default: 300)")
     add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
     add("--top_k", type=int, default=40, help="candidates for each token; 0: all (default: 40)")
     add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     args = parser.parse_args(argv)
+    require(0 <= args.temperature < math.inf, "--temperature must be a number from 0")
+    require(args.top_k >= 0, "--top_k must be 0 or more")
+    if args.prompt == "-":
+        args.prompt = sys.stdin.read()
     path = weights.find(args.weights)
     gpt, settings, state = weights.load(path, args.device, torch.float32)
     if settings.n_embd < 512:
         # In short forward passes, threads wait for each other longer than they work.
         torch.set_num_threads(1)
     encoding = weights.encoding_of(state, settings, args.encoding)
+    require(encoding, weights.UNKNOWN_ENCODING)
     prompt = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
     generator = torch.Generator().manual_seed(args.seed)
 

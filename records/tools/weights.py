@@ -98,15 +98,22 @@ def load(path, device="cpu", dtype=None):
     return gpt.to(device).eval(), args, state
 
 
+UNKNOWN_ENCODING = (
+    "the encoding of the training data is unknown, because no manifest.json named it: pass "
+    "--encoding=bytes, gpt2 or gpt2-N if it is one of these"
+)
+
+
 def encoding_of(state, args, name=""):
-    """Return the encoding `name`, by default that of a run's data.
+    """Return the encoding `name`, by default that of a run's data; None if it is unknown.
 
     state, args: the content and the settings of a file of weights. Raises ValueError if the
-    encoding is unknown, unavailable or has too many ids for the model.
+    encoding does not exist, is unavailable or has too many ids for the model.
     """
-    if not name:
-        # Data without a manifest, such as FineWeb's, do not tell.
-        name = state["fixed"]["encoding"] or ("bytes" if args.vocab_size < 1024 else "gpt2")
+    folder, files = os.path.split(args.train_files)
+    name = name or state["fixed"]["encoding"] or pack.encoding_beside(Path(folder), files)
+    if name is None:
+        return None
     encoding = pack.get_encoding(name)
     if encoding.n_vocab > args.vocab_size:
         raise UserError(
