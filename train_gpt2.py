@@ -15,10 +15,9 @@ marked "Collective" must be called by every rank (torchrun process).
 """
 
 import argparse
-import bisect
 import contextlib
 import dataclasses
-import fcntl
+import fcntl  # not on Windows: use WSL there
 import functools
 import glob
 import hashlib
@@ -38,7 +37,7 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 # The log holds this source. Read it now, in case the file is edited while torch is imported.
 SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
@@ -392,24 +391,25 @@ class TokenStream:
         folder, name = os.path.split(pattern)
         self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            raise UserError(
-                f"no file matches {pattern!r}: check the path (wildcards work only in the file "
-                "name), or make the data with data/fineweb.py or data/pack.py"
-            )
+            fix = "wildcards work only in the file name; data/fineweb.py and data/pack.py make data"
+            raise UserError(f"no file matches {pattern!r}: {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
         self.total_tokens = sum(self.sizes)
-        self.starts = np.cumsum([0, *self.sizes[:-1]]).tolist()  # position of each shard
+        self.starts = np.cumsum([0, *self.sizes[:-1]])  # position of each shard
 
     def read(self, start, count):
         """Return `count` tokens (uint16) from position `start` of the repeated stream."""
         parts = []
         while count > 0:
             start %= self.total_tokens
-            shard = bisect.bisect_right(self.starts, start) - 1
+            shard = np.searchsorted(self.starts, start, side="right") - 1
             offset = start - self.starts[shard]  # in tokens
+            wanted = min(count, self.sizes[shard] - offset)
             self.files[shard].seek(HEADER_BYTES + 2 * offset)
-            part = np.fromfile(self.files[shard], "<u2", min(count, self.sizes[shard] - offset))
+            part = np.fromfile(self.files[shard], "<u2", wanted)  # shorter after an error
+            if len(part) < wanted:
+                raise UserError(f"{self.paths[shard]} is truncated or unreadable: check the disk")
             if part.max() >= self.vocab_size:
                 raise UserError(
                     f"{self.paths[shard]} holds token {part.max()}, but vocab_size="
@@ -604,8 +604,6 @@ def validate(run):
         run.val_loss = evaluate(run)
         check_weights_agree(run.model)
     run.log.progress(run.step, "val_loss", run.val_loss, {})
-    if not math.isfinite(run.val_loss):
-        raise UserError(f"val_loss is {run.val_loss} at step {run.step}: lower the learning rates")
     repeats_data = run.tokens_to_train > run.train_loader.stream.total_tokens
     if repeats_data and run.val_loss < run.best_loss:  # the model may overfit later
         run.best_loss = run.val_loss
@@ -623,13 +621,15 @@ def train(run):
         with run.log.timed("train"):
             results = train_step(run, *batch)
             run.step += 1
-            batch = run.train_loader.batch(run.step)  # the next one, read while the GPU is busy
+            try:
+                batch = run.train_loader.batch(run.step)  # the next, read while the GPU is busy
+            except UserError:  # for example, the disk has failed
+                save_checkpoint(run)
+                raise
             values = {name: tensor.item() for name, tensor in results.items()}  # waits for the GPU
         loss = values.pop("loss")
         run.stopped = values.pop("stops") > 0
         run.log.progress(run.step, "train_loss", loss, values)
-        if not math.isfinite(loss):
-            raise UserError(f"train_loss is {loss} at step {run.step}: lower the learning rates")
         if args.save_every and run.step % args.save_every == 0:
             save_checkpoint(run)
     if not run.stopped:  # validation may depend on the schedule, too
@@ -716,12 +716,10 @@ def main(args, recipe=RECIPE, stop=None):
     origin = restore(run)  # a line for the log; it also sets run.step and run.finished
     if run.finished:
         run.log(origin)
-        leave_ranks()
         return None
     log_header(run, origin)
     run.log.seconds["setup"] = time.perf_counter() - START
     if args.compile:
-        run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
         with run.log.timed("compile"):
             compile_model(run)
     train(run)
@@ -731,11 +729,10 @@ def main(args, recipe=RECIPE, stop=None):
             f"saved a checkpoint in {run.folder}; to continue, repeat the command with "
             f"--run_id={run.args.run_id} --resume=auto\nstopped by a signal after step {run.step}"
         )
-    else:
-        log_summary(run)
-        save(run, "model.pt")  # last, because it marks the run as finished
-    leave_ranks()
-    return None if run.stopped else run.val_loss
+        return None
+    log_summary(run)
+    save(run, "model.pt")  # last, because it marks the run as finished
+    return run.val_loss
 
 
 # ---- Machinery: command line ---------------------------------------------------------------------
@@ -774,19 +771,19 @@ def parse_args(argv, recipe=RECIPE):
         return text.lower() == "true"
 
     parser = argparse.ArgumentParser(
-        usage=f"{recipe.script} [--preset=NAME] [--name=value ...]",
+        usage=f"{recipe.script} [--preset=NAME] [--name=value ...], with wildcards in quotes",
         description=recipe.settings.__doc__,
         formatter_class=functools.partial(argparse.HelpFormatter, width=100, max_help_position=40),
         argument_default=argparse.SUPPRESS,  # leaves out settings that were not passed
         allow_abbrev=False,
     )
-    names = list(recipe.presets)
+    names, types = list(recipe.presets), get_type_hints(recipe.settings)
     parser.add_argument("--preset", choices=names, default=names[0], help="settings to start from")
     for field in dataclasses.fields(recipe.settings):
         parser.add_argument(
             f"--{field.name}",
-            type={bool: boolean, int: int, float: float}.get(field.type, str),
-            choices=get_args(field.type) or None,  # the values of a Literal
+            type={bool: boolean, int: int, float: float}.get(types[field.name], str),
+            choices=get_args(types[field.name]) or None,  # the values of a Literal
             metavar=str(field.default) or "''",  # --help shows the default here
             help=field.metadata.get("help", "").replace("%", "%%"),
         )
@@ -919,6 +916,7 @@ def compile_model(run):
     """Compile the model by running one validation and one training pass on a micro-batch."""
     from torch._dynamo.exc import BackendCompilerFailed  # slow to import
 
+    run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
@@ -970,15 +968,18 @@ def join_ranks(args):
     backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if gpu is not None:
         torch.cuda.set_device(gpu)
+    launchers = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun, mpirun
+    if "RANK" not in os.environ and any(os.environ.get(name, "1") != "1" for name in launchers):
+        raise UserError("each of several processes would train the whole run: use torchrun")
     if "RANK" in os.environ and not dist.is_initialized():
-        timeout = timedelta(seconds=args.comm_timeout)
         try:
+            timeout = timedelta(seconds=args.comm_timeout)
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
             # After a restart, the store still has the dead ranks' addresses: use a new prefix.
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             group = dict(store=store, rank=rank, world_size=world_size)
             dist.init_process_group(backend, timeout=timeout, device_id=gpu, **group)
-        except (ValueError, RuntimeError) as error:  # no MASTER_ADDR, or a GPU with two ranks
+        except (ValueError, RuntimeError, OverflowError) as error:  # such as no MASTER_ADDR
             fix = "use torchrun with one process per GPU, and check the network settings"
             raise UserError(f"cannot join the other ranks ({error}): {fix}") from None
     return device
@@ -1024,7 +1025,7 @@ class StopRequest:
 
     def catch_signals(self):
         """Catch the signals that users and batch systems send, unless ignored, as under nohup."""
-        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
@@ -1033,11 +1034,11 @@ class StopRequest:
         """Request a stop. A second signal, at least a second later, ends the process at once."""
         if not self.requested:
             self.requested, self.signal_time = True, time.monotonic()
-            message = b"stopping soon, with a checkpoint; press Ctrl-C again to exit at once\n"
             if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal may be closed
-                    os.write(2, message)
-        elif time.monotonic() - self.signal_time > 1:  # a Ctrl-C comes again from torchrun
+                    os.write(2, b"saving a checkpoint soon; press Ctrl-C again to exit at once\n")
+        # A Ctrl-C comes again from torchrun, and the kernel repeats SIGXCPU every second.
+        elif number != signal.SIGXCPU and time.monotonic() - self.signal_time > 1:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -1066,13 +1067,11 @@ class Log:
         data = f"{text}\n".encode(errors="backslashreplace")
         with open(self.path, "ab", buffering=0) as file:  # reopened, in case an editor replaced it
             size = file.tell()
-            try:
-                is_complete = file.write(data) == len(data)
-            except OSError:
-                is_complete = False
-            if not is_complete:
-                file.truncate(size)  # a truncated number could look like a result
-                raise UserError(f"{self.path} cannot be written: free disk space, then resume")
+            with contextlib.suppress(OSError):
+                if file.write(data) == len(data):
+                    return
+            file.truncate(size)  # a truncated number could look like a result
+            raise UserError(f"{self.path} cannot be written: free disk space, then resume")
 
     def progress(self, step, name, loss, others):
         """Log a loss after `step` steps, the training time so far, and others, {name: value}."""
@@ -1080,6 +1079,8 @@ class Log:
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         more = "".join(f" {other}:{value:.4g}" for other, value in others.items())
         self(f"step:{step}/{self.num_iterations} {name}:{loss:.4f} {times}{more}")
+        if not math.isfinite(loss):
+            raise UserError(f"{name} is {loss} at step {step}: lower the learning rates")
 
     @contextlib.contextmanager
     def timed(self, phase):
@@ -1090,9 +1091,7 @@ class Log:
 
 
 def log_header(run, origin):
-    """On rank 0, log what is needed to reproduce the run. origin: where its weights come from."""
-    if get_rank() != 0:
-        return
+    """Log what is needed to reproduce the run. origin: where its weights come from."""
     args, log = run.args, run.log
     settings = "\n".join(f"hyperparameter {name}={value!r}" for name, value in vars(args).items())
     source = "\n".join(run.recipe.sources.values())
@@ -1236,9 +1235,8 @@ def restore(run):
 
     Return a line for the log that says where the weights come from.
     """
-    path = None
-    if run.args.resume == "auto":
-        path = from_rank_0(newest_file(run) if get_rank() == 0 else None)
+    # Without --resume=auto, claim_folder() has made sure that there is no file.
+    path = from_rank_0(newest_file(run) if get_rank() == 0 else None)
     if path:
         state = load_weights(run, path, run.fixed)
         run.step, run.val_loss = state["step"], state["val_loss"]
@@ -1339,6 +1337,7 @@ def cli(argv, recipe=RECIPE):
     stop.catch_signals()
     try:
         main(parse_args(argv, recipe), recipe, stop)
+        leave_ranks()
     except Exception as error:
         where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         script = Path(recipe.script).name

@@ -100,7 +100,6 @@ def profile_run(args, recipe, stop):
 
         with mock.patch.object(train_gpt2, "train_step", next_step):
             train_gpt2.train(run)
-    train_gpt2.leave_ranks()
 
 
 def main(argv):
