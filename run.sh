@@ -39,10 +39,12 @@ for name in sys.argv[1:]:
 assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is older than 2.5'" \
         $names 2>&1 | tail -n 1 | sed 's/.*: //' || true
 }
+is_new() { "$1" -c "import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null; }
 python=${PYTHON:-python3}
+is_new "$python" || fail "$python is no Python 3.10 or newer: install one, and set PYTHON to it"
 if [ -n "$(missing "$python")" ]; then
     venv=$root/.venv
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    is_new "$venv/bin/python" || "$python" -m venv --clear "$venv"
     if [ -n "$(missing "$venv/bin/python")" ]; then
         echo "$python: $(missing "$python"); installing the packages into $venv"
         "$venv/bin/python" -m pip install -r "$root/${requirements##* }"  # includes the others
@@ -52,6 +54,14 @@ fi
 
 # By default, idle threads of libgomp busy-wait so long that they slow down training and others.
 [ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
+
+# PyTorch would start a thread for each core, even if a container may not use them all.
+group=/sys/fs/cgroup
+limits=$(cat $group/cpu.max $group/cpu/cpu.cfs_{quota,period}_us 2>/dev/null | tr '\n' ' ' || true)
+if [[ -z ${OMP_NUM_THREADS:-} && ${NPROC:-1} = 1 && $limits =~ ^([0-9]+)\ ([0-9]+) ]]; then
+    threads=$((BASH_REMATCH[1] / BASH_REMATCH[2]))
+    [ "$threads" -ge "$(getconf _NPROCESSORS_ONLN)" ] || export OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
+fi
 
 # ---- Commands that do not train
 case $command in

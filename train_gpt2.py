@@ -391,7 +391,7 @@ class TokenStream:
         folder, name = os.path.split(pattern)
         self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            fix = "wildcards work only in the file name; data/fineweb.py and data/pack.py make data"
+            fix = "wildcards work only in the file name; data/fineweb.py or data/pack.py makes data"
             raise UserError(f"no file matches {pattern!r}: {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]

@@ -132,6 +132,18 @@ def test_what_cannot_be_parsed_is_rejected(argument, sentence, capsys):
     assert f"error: {sentence}" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_pattern_that_the_shell_has_expanded_is_told_to_be_quoted(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_args(["--train_files", "train_0.bin", "train_1.bin"])
+    assert "[--name=value ...], with wildcards in quotes" in capsys.readouterr().err
+
+
+def test_one_process_of_a_larger_slurm_job_may_train(tiny, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert set_up(tiny).step == 0
+
+
 TOO_LARGE = "must be at least 0 and not huge"
 
 
@@ -199,10 +211,16 @@ def test_a_folder_that_is_being_packed_is_refused_even_as_a_pattern(tiny, tmp_pa
 
 
 def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
-    """It is parsed, logged, saved and compared on resume, even without a help text."""
+    """It is parsed, logged, saved and compared on resume, even without a help text.
+
+    The script may import annotations from __future__, which turns the types into strings.
+    """
     copy = tmp_path / "edited.py"
     check = "\n    def __post_init__(self):\n        check_settings(self)"
     source = SCRIPT.read_text().replace(check, "    my_knob: float = 1.0\n" + check)
+    source = source.replace(
+        "import argparse", "from __future__ import annotations\n\nimport argparse"
+    )
     copy.write_text(source)
     fields = {**tiny, "run_id": "knob", "my_knob": 2.5}
     help_text = subprocess.run([sys.executable, copy, "--help"], capture_output=True, text=True)
@@ -236,6 +254,10 @@ REFUSALS = {
     "missing data": ({"train_files": "nowhere/*.bin"}, "data/fineweb.py or data/pack.py"),
     "ids beyond the vocabulary": ({"vocab_size": 32}, "but vocab_size=32"),
     "no launcher": ({"RANK": "0"}, "WORLD_SIZE"),
+    "srun without torchrun": ({"SLURM_STEP_NUM_TASKS": "4"}, "each of several processes would"),
+    "mpirun without torchrun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "train the whole run: use torchrun"),
+    "MPICH without torchrun": ({"PMI_SIZE": "2"}, "train the whole run: use torchrun"),
+    "a timeout of many years": ({"RANK": "0", "comm_timeout": 10**17}, "cannot join the other"),
 }  # fmt: skip
 
 

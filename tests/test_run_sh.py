@@ -132,6 +132,50 @@ def test_the_spinning_of_openmp_is_limited_unless_the_user_sets_a_policy(clone):
         assert lines[-1].startswith(f"GOMP_SPINCOUNT={expected} ")
 
 
+@pytest.mark.parametrize(
+    "files, given, expected",
+    [
+        ({"cpu.max": "150000 100000"}, {}, "1"),
+        ({"cpu.max": "50000 100000"}, {}, "1"),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, {}, "1"),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, {}, ""),
+        ({"cpu.max": "max 100000"}, {}, ""),
+        ({"cpu.max": "99900000 100000"}, {}, ""),
+        ({"cpu.max": "100000 100000"}, {"OMP_NUM_THREADS": "7"}, "7"),
+        ({}, {}, ""),
+    ],
+)
+def test_a_cpu_quota_limits_the_threads(files, given, expected, clone, tmp_path):
+    for name, content in files.items():
+        path = tmp_path / "group" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    script = (clone / "run.sh").read_text().replace("/sys/fs/cgroup", f"{tmp_path}/group")
+    (clone / "run.sh").write_text(script)
+    (clone / "python").write_text(STUB.replace("GOMP_SPINCOUNT=$GOMP", "$OMP_NUM_THREADS; $GOMP"))
+    (clone / "getconf").write_text("#!/bin/sh\necho 2\n")
+    (clone / "getconf").chmod(0o755)
+    changes = {"OMP_NUM_THREADS": "", "PATH": f"{clone}:{os.environ['PATH']}", **given}
+    lines = run_sh(clone, "--seed=1", **changes)[1]
+    assert lines[-1].startswith(f"{expected}; ")
+
+
+def test_an_old_python_is_refused_and_its_environment_is_replaced(clone):
+    """Earlier versions left a .venv of the old Python behind."""
+    old, venv = clone / "old", clone / ".venv/bin/python"
+    venv.parent.mkdir(parents=True)
+    for path in old, venv:
+        path.write_text("#!/bin/sh\nexit 1\n")  # what it says when asked for its version
+        path.chmod(0o755)
+    status, lines, stderr = run_sh(clone, PYTHON=str(old))
+    assert (status, lines) == (1, [])
+    assert f"{old} is no Python 3.10 or newer: install one, and set PYTHON to it\n" in stderr
+    lacks_torch = STUB.replace("*-c*) ;;", "*version_info*) ;;\n*importlib*) echo torch ;;")
+    (clone / "python").write_text(lacks_torch)
+    _, lines, _ = run_sh(clone)
+    assert commands(lines)[0] == "-m venv --clear .venv"
+
+
 @pytest.mark.parametrize("word", ["weights", "runlog", "trian"])
 def test_what_is_no_tool_is_rejected(word, clone):
     """Nor are the modules of the tools."""

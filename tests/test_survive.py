@@ -86,7 +86,7 @@ LONGER = {"num_iterations": 12, "warmdown_fraction": 0.6}
 GROWING = {**MODERN, "momentum_warmup_fraction": 0.75}  # the momentum differs from step to step
 SIGNALS = {  # of a run with 1 process, and of one with 2
     1: (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP),
-    2: (signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1),
+    2: (signal.SIGUSR2, signal.SIGXCPU, signal.SIGTERM, signal.SIGUSR1),
 }
 
 
@@ -150,6 +150,14 @@ def test_a_second_signal_exits_at_once(tiny, tmp_path):
     assert done.returncode == -signal.SIGTERM
     assert "press Ctrl-C again to exit at once" in done.stderr
     assert checkpoints(tmp_path / "logs" / "two") == []
+
+
+def test_the_kernel_may_repeat_the_signal_of_a_cpu_limit():
+    stop = train_gpt2.StopRequest()
+    stop.on_signal(signal.SIGXCPU, None)
+    stop.signal_time -= 5
+    stop.on_signal(signal.SIGXCPU, None)  # would end this process
+    assert stop.requested
 
 
 def test_simultaneous_signals_count_once_and_ignored_ones_never(tiny, tmp_path):
@@ -402,6 +410,28 @@ def test_a_shard_that_is_deleted_while_in_use_is_still_read(tiny, tmp_path):
     fields["run_id"] = "again"
     trained(fields, script=faulty_script(tmp_path, fault, "step == 2"))
     assert torch.load(tmp_path / "logs" / "again" / "model.pt")["val_loss"] == expected
+
+
+def test_a_shard_that_is_truncated_while_in_use_is_named_and_the_steps_are_saved(tiny, tmp_path):
+    """np.fromfile returns fewer tokens in the same way if the disk or the network fails."""
+    fields = {**tiny, "run_id": "s", "resume": "auto"}
+    path = tmp_path / "train_1.bin"
+    whole = path.read_bytes()
+    train_step = train_gpt2.train_step
+
+    def truncate(run, inputs, targets):
+        if run.step == 2:
+            os.truncate(path, 1100)
+        return train_step(run, inputs, targets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "train_step", truncate)
+        with pytest.raises(UserError, match=r"train_1\.bin is truncated or unreadable: check"):
+            train_gpt2.main(Hyperparameters(**fields))
+    (saved,) = checkpoints(tmp_path / "logs" / "s")
+    path.write_bytes(whole)
+    resumed = run_here(fields)
+    assert saved >= "state_step0000000003.pt" and resumed == run_here({**tiny, "run_id": "whole"})
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
