@@ -399,7 +399,9 @@ def test_without_a_known_encoding_the_tokenizer_is_left_out(tmp_path, capsys):
     assert "the export has no tokenizer: the encoding of" in capsys.readouterr().out
     assert not list((tmp_path / "out").glob("token*"))
     assert "- Encoding: unknown." in (tmp_path / "out" / "README.md").read_text()
-    assert model.config.eos_token_id is None
+    inputs = random_tokens(1, 4)
+    ids = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=3)
+    assert ids.shape == (1, 7)
 
 
 # ---- The command --------------------------------------------------------------------------------
