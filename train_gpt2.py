@@ -720,6 +720,7 @@ def main(args, recipe=RECIPE, stop=None):
     log_header(run, origin)
     run.log.seconds["setup"] = time.perf_counter() - START
     if args.compile:
+        run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
         with run.log.timed("compile"):
             compile_model(run)
     train(run)
@@ -916,7 +917,6 @@ def compile_model(run):
     """Compile the model by running one validation and one training pass on a micro-batch."""
     from torch._dynamo.exc import BackendCompilerFailed  # slow to import
 
-    run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
