@@ -2,9 +2,9 @@
 
     python records/2026-11-28_First_run/signals.py     # in a clone with data/torch_sources
 
-Each command trains the preset `cpu` and gets the signal after its second step. A row says what the
-command returned, how long it took to end, how many of its processes were left, and the last line of
-its output about the training.
+Each command trains the preset `cpu` and gets the signal after two steps. A series of runs continues
+its first run. A row says what the command returned, how long it took to end, how many of its
+processes were left, and how many checkpoints it wrote.
 """
 
 import os
@@ -34,8 +34,10 @@ def try_signal(command, number):
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
+    steps = 0
     for line in process.stdout:
-        if line.startswith("step:2/"):
+        steps += line.startswith("step:")
+        if steps == 2:
             break
     start = time.perf_counter()
     process.send_signal(number)
