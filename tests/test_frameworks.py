@@ -14,6 +14,10 @@ from conftest import small_state, write_weights
 import train_gpt2
 
 pytestmark = pytest.mark.usefixtures("modules_cache")
+is_old = transformers.__version__.startswith("4.")
+writes_tokenizer = pytest.mark.skipif(
+    is_old, reason="transformers 4 reads the tokenizer, but 5 has to write it"
+)
 BYTES = weights.pack.get_encoding("bytes")
 SIZES = dict(n_head=2, n_embd=16, sequence_length=512)
 MODELS = {
@@ -110,7 +114,7 @@ def targets_of(hf):
 def test_lora_on_any_matrix_changes_the_logits_as_its_merged_weights_do(model):
     """That includes the head, the embeddings, the value embeddings and the n-gram table.
 
-    peft warns that a tied matrix has to be untied first, because merging would change both uses.
+    A warning says that a tied matrix must be untied first, because merging would change both uses.
     """
     peft = pytest.importorskip("peft")
     tokens = random_tokens(2, 20)
@@ -126,6 +130,9 @@ def test_lora_on_any_matrix_changes_the_logits_as_its_merged_weights_do(model):
             if name == "gpt.lm_head":
                 with pytest.warns(UserWarning, match="tie_word_embeddings=True"):
                     peft.get_peft_model(copy.deepcopy(hf), config)
+            else:
+                with pytest.warns(UserWarning, match="wte is also lm_head: .* cannot be merged"):
+                    peft.get_peft_model(copy.deepcopy(hf), config)(tokens)
             hf.gpt.lm_head.weight = torch.nn.Parameter(hf.gpt.wte.weight.clone())
             hf.config.tie_word_embeddings = False
         lora = peft.get_peft_model(hf, config).eval()
@@ -190,8 +197,6 @@ def test_what_the_model_cannot_do_is_refused(model):
             hf(**dict(input_ids=tokens) | arguments)
     with pytest.raises(TypeError, match="input_ids"):
         hf(inputs_embeds=torch.zeros(2, 8, 16))
-    with pytest.raises(ValueError, match=r"does not support .* checkpointing"):
-        hf.gradient_checkpointing_enable()
     if hasattr(model.gpt, "ngrams"):
         with pytest.raises(ValueError, match="tables cannot be resized"):
             copy.deepcopy(hf).resize_token_embeddings(300)
@@ -228,11 +233,43 @@ def test_generation_from_padded_prompts_takes_the_most_likely_tokens(use_cache, 
         assert torch.equal(generated[row, start:], tokens[0])
 
 
+@writes_tokenizer
+def test_stop_strings_end_a_text(model):
+    tokenizer, prompt = export.tokenizer_of(BYTES, 512), random_tokens(1, 30)
+    others_than_letters = [*range(97), *range(123, 257)]
+    options = dict(max_new_tokens=6, do_sample=False, suppress_tokens=others_than_letters)
+    text = tokenizer.decode(model.hf.generate(prompt, **options)[0, 30:])
+    stop = text[2:4]
+    stopped = model.hf.generate(prompt, **options, stop_strings=[stop], tokenizer=tokenizer)
+    expected = text[: text.index(stop) + 2]
+    assert len(text) == 6 and tokenizer.decode(stopped[0, 30:]) == expected
+
+
+def test_a_text_longer_than_sequence_length_continues_from_its_last_tokens(model):
+    """The row with padding, which has fewer tokens, never reaches that length."""
+    prompts = random_tokens(2, 510)
+    mask = torch.ones_like(prompts)
+    mask[1, :300] = 0
+    options = dict(max_new_tokens=5, do_sample=False, suppress_tokens=None, eos_token_id=-1)
+    generated = model.hf.generate(prompts, attention_mask=mask, **options)
+    for row, start in enumerate((0, 300)):
+        tokens = prompts[row : row + 1, start:]
+        for _ in range(5):
+            following = model.gpt(tokens[:, -512:])[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, following], dim=1)
+        assert torch.equal(generated[row, start:], tokens[0])
+
+
+def test_the_model_can_be_captured_by_torch_export(model):
+    """The captured graph, which converters such as that to ONNX use, takes other lengths, too."""
+    shape = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(model.hf, (random_tokens(2, 20),), dynamic_shapes=(shape,))
+    for tokens in random_tokens(1, 9), random_tokens(3, 200):
+        assert largest_difference(program.module()(tokens).logits, model.gpt(tokens)) < 2e-5
+
+
 # ---- Fine-tuning ---------------------------------------------------------------------------------
-is_old = transformers.__version__.startswith("4.")
-
-
-@pytest.mark.skipif(is_old, reason="transformers 4 reads the tokenizer, but 5 has to write it")
+@writes_tokenizer
 def test_padding_is_no_token_of_a_text_and_the_end_of_a_text_is_trained(model):
     tokenizer = export.tokenizer_of(BYTES, 512)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (255, 256)
@@ -265,6 +302,7 @@ def test_trainer_learns_the_same_from_padded_and_from_packed_documents(is_packed
     options = transformers.TrainingArguments(
         str(tmp_path), per_device_train_batch_size=3, max_steps=1, learning_rate=0.0, use_cpu=True,
         report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
+        gradient_checkpointing=True,
     )  # fmt: skip
     hf = copy.deepcopy(model.hf).requires_grad_(True)
     trainer = transformers.Trainer(hf, options, data_collator=collate, train_dataset=rows)
@@ -274,3 +312,66 @@ def test_trainer_learns_the_same_from_padded_and_from_packed_documents(is_packed
         targets += len(parts)
     total = sum(model.gpt(part[:, :-1], part[:, 1:]) * (part.size(1) - 1) for part in parts)
     assert abs(loss - total.item() / targets) < 1e-4
+
+
+def gradients_of(hf):
+    """Return the gradients of the loss in training mode."""
+    hf.train().requires_grad_(True).zero_grad()
+    hf(random_tokens(2, 40), labels=random_tokens(2, 40)).loss.backward()
+    return [p.grad.clone() for p in hf.parameters()]
+
+
+def test_activation_checkpointing_recomputes_each_block_and_changes_no_gradient(model):
+    hf, calls = copy.deepcopy(model.hf), []
+    for block in hf.gpt.h:
+        block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    expected = gradients_of(hf)
+    assert len(calls) == len(hf.gpt.h)
+    hf.gradient_checkpointing_enable(dict(use_reentrant=False))
+    for gradient, other in zip(expected, gradients_of(hf), strict=True):
+        assert torch.equal(gradient, other)
+    assert len(calls) == 3 * len(hf.gpt.h)
+    hf.gradient_checkpointing_disable()
+    gradients_of(hf)
+    assert len(calls) == 4 * len(hf.gpt.h)
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_the_head_and_the_last_hidden_state_give_the_logits(padding, model):
+    """The trainers of TRL compute them like this."""
+    parts, hf = documents(), copy.deepcopy(model.hf).requires_grad_(True)
+    tokens = torch.nn.functional.pad(torch.cat(parts, dim=1), (padding, 0))
+    ids = torch.nn.functional.pad(position_ids_of(parts), (padding, 0), value=1)
+    arguments = dict(attention_mask=(torch.arange(tokens.size(1)) >= padding).long()[None])
+    for packing in dict(), dict(position_ids=ids, cu_seq_lens_q=torch.tensor([0, 150, 350, 400])):
+        arguments |= packing
+        hidden = hf.base_model(tokens, use_cache=False, **arguments).last_hidden_state
+        logits = hidden @ hf.get_output_embeddings().weight.T
+        if softcap := hf.config.final_logit_softcapping:
+            logits = softcap * torch.tanh(logits / softcap)
+        expected = model.hf(tokens, **arguments).logits
+        assert largest_difference(logits[:, padding:], expected[:, padding:]) < 2e-5
+        logits.sum().backward()
+    assert all(p.grad is not None for p in hf.parameters())
+
+
+def test_a_last_hidden_state_that_does_not_give_the_logits_is_refused(model):
+    hf = copy.deepcopy(model.hf)
+    hf.gpt.register_forward_hook(lambda gpt, inputs, logits: 0.5 * logits)
+    with pytest.raises(ValueError, match="are not those of its head"):
+        hf.base_model(random_tokens(1, 8))
+
+
+@writes_tokenizer
+def test_trl_fine_tunes_by_its_defaults(model, tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    options = trl.SFTConfig(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=False,
+        report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    texts = datasets.Dataset.from_dict({"text": ["abc " * i for i in (5, 9, 7, 2)]})
+    hf = copy.deepcopy(model.hf).requires_grad_(True)
+    tokenizer = export.tokenizer_of(BYTES, 512)
+    trainer = trl.SFTTrainer(hf, options, train_dataset=texts, processing_class=tokenizer)
+    assert trainer.train().global_step == 2
+    assert any(not torch.equal(p, q) for p, q in zip(hf.parameters(), model.hf.parameters()))

@@ -12,6 +12,7 @@ To publish DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from unittest.mock import patch
@@ -115,6 +116,8 @@ def write_model(folder, gpt, args, encoding, recipe):
             AutoModelForCausalLM=f"{MODELING}.GPT2SpeedrunForCausalLM",
         ),
         dtype="float32",
+        # How trainers compute logits from the last hidden state: as in train_modern.py.
+        final_logit_softcapping=getattr(sys.modules[type(gpt).__module__], "LOGIT_SOFTCAP", None),
         tie_word_embeddings=gpt.lm_head.weight is gpt.wte.weight,
     )
     config = settings_of(args) | config | generation
@@ -171,9 +174,9 @@ print(tokenizer.decode(outputs[0], skip_special_tokens=True))
 `trust_remote_code=True` runs the Python files in this folder: read them first.
 
 Several texts may be padded or packed into a row, with `position_ids` that restart at 0. They are
-computed one after another, unless padding is on the right. If `tie_word_embeddings` is true in
-config.json, `wte` is also the output head, `lm_head`, and peft cannot merge a LoRA of only one of
-them.
+computed one after another, unless padding is on the right. To generate beyond sequence_length, the
+model sees the last tokens of a text only. If `tie_word_embeddings` is true in config.json, `wte` is
+also the output head, `lm_head`, and peft cannot merge a LoRA of either.
 
 The settings of the run:
 

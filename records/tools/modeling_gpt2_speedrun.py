@@ -6,10 +6,13 @@ records/tools/export.py copies this file and the script into each folder that it
 B rows of T tokens, V = vocab_size.
 """
 
+import functools
+import warnings
+
 import torch
 from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.utils import can_return_tuple
 from transformers.utils.versions import require_version
 
@@ -74,6 +77,20 @@ def documents_of(is_token, position_ids):
     return starts.cumsum(1) * is_token
 
 
+def add_checkpointing(kind):
+    """Let transformers ask blocks of this class to recompute activations in the backward pass."""
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def checkpointed(self, *inputs, **options):
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(forward, self, *inputs, **options)
+        return forward(self, *inputs, **options)
+
+    kind.forward = checkpointed
+    kind.gradient_checkpointing = False  # transformers sets it, and _gradient_checkpointing_func
+
+
 class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     """A model with the embedding wte and the output head lm_head, such as GPT or ModernGPT.
 
@@ -84,10 +101,15 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     accepts_loss_kwargs = True  # Trainer passes num_items_in_batch
     _tied_weights_keys = {"gpt.lm_head.weight": "gpt.wte.weight"}  # noqa: RUF012  # if tied
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
+    supports_tp_plan = supports_pp_plan = False  # transformers would ask base_model
 
     def __init__(self, config):
         super().__init__(config)
         self.gpt = float32_model(config)
+        for kind in {type(block) for block in getattr(self.gpt, "h", [])}:
+            if not hasattr(kind, "gradient_checkpointing"):
+                add_checkpointing(kind)
         self._no_split_modules = [type(self.gpt).__name__]  # all layers are on one device
         for module in self.gpt.modules():
             module.first_buffers = dict(module.named_buffers(recurse=False))
@@ -121,25 +143,99 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"the vocabulary of {len(tables)} tables cannot be resized: {fix}")
         return super().resize_token_embeddings(new_num_tokens, *arguments, **options)
 
+    @property
+    def base_model(self):
+        """A function that returns the last_hidden_state, from which TRL computes the logits."""
+        return self.last_hidden_state
+
     def generate(self, *arguments, **options):
         """Generate as in transformers, but always without a cache."""
         options["use_cache"] = False
         return super().generate(*arguments, **options)
 
-    def logits_of(self, input_ids, documents):
-        """Return float32 logits (B, T, V), which are 0 for padding. documents: see documents_of."""
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
+        """Return the arguments of forward. It sees the last sequence_length tokens of a text."""
+        limit = self.config.sequence_length
+        if input_ids.size(1) > limit:
+            kwargs.pop("position_ids", None)  # they would not begin at 0
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, -limit:]
+        kwargs.pop("tokenizer", None)  # only generate uses it, to find stop_strings
+        return super().prepare_inputs_for_generation(
+            input_ids[:, -limit:], attention_mask=attention_mask, **kwargs
+        )
+
+    def run(self, compute, input_ids, attention_mask=None, position_ids=None, **others):
+        """Return compute(tokens), a (B, T, ...) tensor, for documents that do not see each other.
+
+        compute: a function of tokens (B, T). The result is 0 for padding. For the other arguments
+        and the errors, see forward.
+        """
+        others.pop("cache_position", None)  # passed by transformers 4
+        if position_ids is not None:  # which tell where documents start, like these
+            for name in "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx":
+                others.pop(name, None)
+        for name, value in others.items():
+            if value is not None and value is not False:
+                raise TypeError(f"this model has no use for the argument {name}")
+        if self.config.tie_word_embeddings and hasattr(self.gpt.wte, "base_layer"):
+            # peft warns of the same for lm_head.
+            warnings.warn("wte is also lm_head: this adapter cannot be merged", stacklevel=2)
+        tokens, limit = input_ids.size(1), self.config.sequence_length
+        if tokens > limit:
+            raise ValueError(f"{tokens} tokens are more than sequence_length={limit}")
         # The copies of nn.DataParallel have no parameters, and keep the dtype of before.
         self.gpt.dtype = next((p.dtype for p in self.parameters()), self.gpt.dtype)
+        if attention_mask is None and position_ids is None:
+            return compute(input_ids)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        if getattr(attention_mask, "shape", None) != input_ids.shape:
+            shape = tuple(input_ids.shape)
+            raise ValueError(f"attention_mask must have the shape {shape}, with 0 for padding")
+        documents = documents_of(attention_mask.bool(), position_ids)
         if (documents.diff(dim=1) <= 0).all():  # at most one document per row, from its start on
-            logits = self.gpt(input_ids)
-            logits[documents == 0] = 0.0
-            return logits
-        logits = torch.zeros(*input_ids.shape, self.config.vocab_size, device=input_ids.device)
+            results = compute(input_ids)
+            results[documents == 0] = 0.0
+            return results
+        results = None
         for row, numbers in enumerate(documents):
             for number in numbers[numbers > 0].unique():
                 places = numbers == number
-                logits[row, places] = self.gpt(input_ids[row, places][None])[0]
-        return logits
+                result = compute(input_ids[row, places][None])[0]
+                if results is None:
+                    results = result.new_zeros(*input_ids.shape, result.size(-1))
+                results[row, places] = result
+        return results
+
+    def last_hidden_state(self, input_ids, **arguments):
+        """Return what the head reads, (B, T, C), as a BaseModelOutput. Arguments: see forward.
+
+        Raises ValueError if the script's model does more with the head's output than to limit it
+        by final_logit_softcapping.
+        """
+
+        def compute(tokens):
+            hidden = []
+
+            def keep(head, inputs):
+                hidden.append(inputs[0])
+                return inputs[0][:, -1:]  # spares the logits of the other positions
+
+            with self.gpt.lm_head.register_forward_pre_hook(keep):
+                logits = self.gpt(tokens)
+            expected = self.gpt.lm_head(hidden[0][:, -1:]).float()
+            if softcap := getattr(self.config, "final_logit_softcapping", None):
+                expected = softcap * (expected / softcap).tanh()
+            if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3, equal_nan=True):
+                raise ValueError(
+                    "the logits of this model are not those of its head: "
+                    "use a trainer that calls it with labels, such as transformers.Trainer"
+                )
+            return hidden[0]
+
+        arguments.pop("use_cache", None)
+        return BaseModelOutput(self.run(compute, input_ids, **arguments))
 
     @can_return_tuple  # handles return_dict=False
     def forward(
@@ -161,22 +257,10 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids, or -100 to ignore a token; num_items_in_batch: what the loss is divided by,
         default: the number of labels. logits_to_keep: return only the logits of this many last
         positions, or of these positions; 0 returns all. use_cache has no effect. Raises ValueError
-        if T exceeds sequence_length, and for a wrong shape or wrong positions; TypeError for other
-        arguments.
+        if T exceeds sequence_length, and for a wrong shape or wrong positions; TypeError for
+        arguments that it would have to ignore, such as inputs_embeds.
         """
-        others.pop("cache_position", None)  # passed by transformers 4
-        for name, value in others.items():
-            if value is not None and value is not False:
-                raise TypeError(f"this model has no use for the argument {name}")
-        tokens, limit = input_ids.size(1), self.config.sequence_length
-        if tokens > limit:
-            raise ValueError(f"{tokens} tokens are more than sequence_length={limit}")
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        if getattr(attention_mask, "shape", None) != input_ids.shape:
-            shape = tuple(input_ids.shape)
-            raise ValueError(f"attention_mask must have the shape {shape}, with 0 for padding")
-        logits = self.logits_of(input_ids, documents_of(attention_mask.bool(), position_ids))
+        logits = self.run(self.gpt, input_ids, attention_mask, position_ids, **others)
         if not isinstance(logits_to_keep, torch.Tensor):
             logits_to_keep = slice(-logits_to_keep, None)
         logits = logits[:, logits_to_keep]
