@@ -414,12 +414,31 @@ def test_existing_files_are_not_replaced(out, plain_run, tmp_path):
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "notes", tmp_path / "notes" / "n.txt"]
 
 
-def test_the_command_exports_or_names_a_missing_package(plain, plain_run, tmp_path):
-    arguments = "export.py", "--weights", plain_run, "--out=out"
-    done = run_tool(*arguments, cwd=tmp_path)
+def test_a_failed_export_leaves_the_folder_as_it_was(plain_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "check", lambda *_: export.require(False, "other logits"))
+    (tmp_path / "empty").mkdir()
+    for name in "empty", "new":
+        with pytest.raises(ValueError, match="other logits"):
+            export.export(plain_run / "model.pt", tmp_path / name)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
+
+
+def test_the_command_fills_the_current_folder_with_a_home_that_cannot_be_written(
+    plain, plain_run, tmp_path
+):
+    """The folder stays the same one, as a mounted volume must, too."""
+    inode = tmp_path.stat().st_ino
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment["HOME"] = os.devnull
+    arguments = "export.py", "--weights", plain_run, "--out=."
+    done = run_tool(*arguments, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
-    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(plain[0]))
+    assert sorted(os.listdir(tmp_path)) == sorted(os.listdir(plain[0]))
+    assert tmp_path.stat().st_ino == inode
+
+
+def test_the_command_names_a_missing_package(tmp_path):
     (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError(name='transformers')")
-    done = run_tool(*arguments, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = run_tool("export.py", env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1 and "transformers is not installed: " in done.stderr
     assert done.stderr.count("\n") == 1

@@ -4,8 +4,8 @@
 
 DIR must be new or empty. It gets the weights in float32, the script that trained them, the code
 that adapts its model to transformers, a model card and, if the encoding of the training data is
-known, its tokenizer. Before DIR is created, transformers loads the export: its logits must be those
-of the weights, and its token ids those of the encoding.
+known, its tokenizer. First, transformers loads the export in a temporary folder in DIR: its logits
+must be those of the weights, and its token ids those of the encoding.
 To publish DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 """
 
@@ -213,25 +213,34 @@ def check(folder, gpt, args, encoding, script):
 
 
 def export(path, out, encoding_name=""):
-    """Write the weights of a file as the folder `out`, atomically. Return a one-line report."""
-    is_free = not os.path.lexists(out) or (out.is_dir() and not os.listdir(out))
+    """Write the weights of a file as the folder `out`, or nothing. Return a one-line report."""
+    is_new = not os.path.lexists(out)
+    is_free = is_new or (out.is_dir() and not os.listdir(out))
     require(is_free, f"{out} exists: give a new or an empty folder")
     gpt, args, state = weights.load(path, dtype=torch.float32)
     encoding, script = weights.encoding_of(state, args, encoding_name), state["script"]
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
     card = card_of(out.name, args, state, encoding, parameters)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, suffix=".partial") as folder:
-        export_folder = Path(folder, "export")
-        export_folder.mkdir()
-        write_model(export_folder, gpt, args, encoding, weights.recipe_of(script))
-        if encoding:
-            tokenizer_of(encoding, args.sequence_length).save_pretrained(export_folder)
-        else:
-            print(f"the export has no tokenizer: {weights.UNKNOWN_ENCODING}")
-        (export_folder / "README.md").write_text(card, encoding="utf-8")
-        difference = check(export_folder, gpt, args, encoding, script)
-        os.rename(export_folder, out)
+    out.mkdir(parents=True, exist_ok=True)
+    require(os.access(out, os.W_OK), f"{out} is not writable")
+    try:
+        # It is inside of out, which may be a mounted volume or the current folder of a shell.
+        with tempfile.TemporaryDirectory(dir=out) as partial:
+            folder = Path(partial)
+            write_model(folder, gpt, args, encoding, weights.recipe_of(script))
+            if encoding:
+                tokenizer_of(encoding, args.sequence_length).save_pretrained(folder)
+            else:
+                print(f"the export has no tokenizer: {weights.UNKNOWN_ENCODING}")
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            difference = check(folder, gpt, args, encoding, script)
+            # config.json is last, because a folder without it is no model.
+            for file in sorted(folder.iterdir(), key=lambda file: file.name == "config.json"):
+                file.rename(out / file.name)
+    except BaseException:
+        if is_new:
+            out.rmdir()
+        raise
     return f"{path} -> {out}; its logits differ from those of {script} by at most {difference:.1g}"
 
 
@@ -241,7 +250,10 @@ def main(argv):
     options = parser.parse_args(argv)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    print(export(weights.find(options.weights), options.out.resolve(), options.encoding))
+    # check() loads the export's code, of which transformers keeps a copy, normally in HOME.
+    with tempfile.TemporaryDirectory() as cache:
+        transformers.dynamic_module_utils.HF_MODULES_CACHE = cache
+        print(export(weights.find(options.weights), options.out.resolve(), options.encoding))
 
 
 if __name__ == "__main__":
