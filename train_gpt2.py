@@ -7,7 +7,7 @@
 
 This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
 github.com/KellerJordan/modded-nanogpt. Two things differ: the residual stream is bfloat16, and a
-sequence may span two shards. It has not been run on a GPU yet. Needs Linux or macOS, torch 2.5+.
+sequence may span two shards. No GPU has run it yet. Needs Linux or macOS, torch 2.5+ and numpy.
 
 Everything from Settings to Main is the experiment: read it and edit it. You can skip the Machinery.
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Functions
