@@ -1,0 +1,105 @@
+"""Print what each change does to the loss of preset `small`, in pairs of runs with equal seeds.
+
+    python table.py
+"""
+
+import math
+import statistics
+
+from scipy import stats
+from train_pairs import FIRST_SEEDS, MORE_SEEDS, ROWS, best_adamw, differences, loss_of
+
+from report import markdown  # isort: skip  (its folder is known after train_pairs)
+
+# What the change costs on 8xH100, in steps where a public record says so, and its sign: 1 if the
+# loss rises, -1 if it falls, None if it is not known. The numbers are those of the records.
+PUBLIC = {
+    "no_normuon": ("+15 (41)", 1),
+    "no_cautious": ("+40, with weight decay (43)", 1),
+    "no_saved_input": ("+40 (73, 77)", 1),
+    "no_skip": ("+20, with other changes (45)", 1),
+    "no_backout": ("+90, with another change (40)", 1),
+    "no_softcap": ("worse (9, 18)", 1),
+    "no_weight_decay": ("+40 (43)", 1),
+    "no_momentum_warmup": ("worse (9)", 1),
+    "gelu": ("worse (before 7)", 1),
+    "no_qk_norm": ("worse (before 7)", 1),
+    "no_windows": ("+125, its growth (13)", 1),
+    "no_ngram_table": ("+165 (62)", 1),
+    "larger_table": ("better (92)", -1),
+    "decay_to_zero": ("none", None),
+    "no_zero_projections": ("worse (before 7)", 1),
+    "no_value_tables": ("+220 (14), +33 (63, 70)", 1),
+    "no_offset_keys": ("+50 (49)", 1),
+    "full_rotary": ("worse (18)", 1),
+    "tied_head": ("+10%, with learning rates (8); -55 (51, untied later)", None),
+    "earlier_values": ("ours", None),
+    "adamw": ("worse (before 7)", 1),
+}
+
+
+def holm(p_values):
+    """Return {name: p corrected by Holm}."""
+    corrected, largest = {}, 0.0
+    ranked = sorted(p_values.items(), key=lambda pair: pair[1])
+    for rank, (name, p) in enumerate(ranked):
+        largest = max(
+            largest, min(1.0, p * (len(PUBLIC) - rank))
+        )  # for all rows, also missing ones
+        corrected[name] = largest
+    return corrected
+
+
+def verdict_of(row, mean, p):
+    if p >= 0.05:
+        return "not resolved"
+    sign = PUBLIC[row][1]
+    if sign is None:
+        return "worse" if mean > 0 else "better"
+    return ("same sign" if sign * mean > 0 else "OPPOSITE SIGN") + " as public"
+
+
+def nats_per_percent():
+    """Return the loss that one per cent more steps gains, or None before the runs are made."""
+    pairs = [(loss_of("steps_300", seed), loss_of("base", seed)) for seed in FIRST_SEEDS]
+    gains = [half - full for half, full in pairs if None not in (half, full)]
+    return statistics.mean(gains) / math.log(2) / 100 if gains else None
+
+
+def main():
+    losses = {seed: loss_of("base", seed) for seed in FIRST_SEEDS + MORE_SEEDS}
+    losses = {seed: loss for seed, loss in losses.items() if loss is not None}
+    print(f"The base, by seed: {', '.join(f'{seed}: {x:.4f}' for seed, x in losses.items())}.")
+    if len(losses) > 1:
+        mean, deviation = statistics.mean(losses.values()), statistics.stdev(losses.values())
+        print(f"Mean {mean:.4f}, standard deviation {deviation:.4f}, n={len(losses)}.")
+    price = nats_per_percent()
+    if price:
+        print(f"One per cent more steps gains {price:.4f} nats.")
+    if best_adamw():
+        print(f"The row adamw is {best_adamw()}.")
+    rows = {row: list(differences(row).values()) for row in ROWS}
+    tested = {row: d for row, d in rows.items() if len(d) >= 3 and statistics.stdev(d) > 0}
+    p_values = {row: stats.ttest_1samp(d, 0).pvalue for row, d in tested.items()}
+    corrected = holm(p_values)
+    table = []
+    for row in sorted(tested, key=lambda row: -statistics.mean(tested[row])):
+        d = tested[row]
+        mean, deviation = statistics.mean(d), statistics.stdev(d)
+        reach = stats.t.ppf(0.975, len(d) - 1) * deviation / math.sqrt(len(d))
+        steps = f"{mean / price:+.1f}%" if price else ""
+        interval = f"{mean - reach:+.4f} to {mean + reach:+.4f}"
+        cells = [row, PUBLIC[row][0], f"{mean:+.4f}", steps, f"{deviation:.4f}", interval]
+        p = corrected[row]
+        table.append([*cells, f"{len(d)}", f"{p:.2g}", verdict_of(row, mean, p)])
+    head = ["change", "public effect, in steps (record)", "nats", "of the steps", "sd of pairs"]
+    print("\n" + markdown([*head, "95% interval", "pairs", "p (Holm)", "verdict"], table))
+    resolved = [row for row in tested if corrected[row] < 0.05]
+    signs = [row for row in tested if PUBLIC[row][1] is not None]
+    same = [row for row in signs if PUBLIC[row][1] * statistics.mean(tested[row]) > 0]
+    print(f"\n{len(resolved)} of {len(tested)} rows are resolved at 0.05.")
+    print(f"{len(same)} of {len(signs)} signs are those of the public records.")
+
+
+if __name__ == "__main__":
+    main()
