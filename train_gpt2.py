@@ -6,8 +6,9 @@
     python train_gpt2.py --help                                 # all settings and presets
 
 This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
-github.com/KellerJordan/modded-nanogpt. Two things differ: the residual stream is bfloat16, and a
-sequence may span two shards. No GPU has run it yet. Needs Linux or macOS, torch 2.5+ and numpy.
+github.com/KellerJordan/modded-nanogpt. It computes the same, except that the residual stream is
+bfloat16 and that a sequence may span two shards. It has not been run on a GPU yet. It needs Linux
+or macOS, torch 2.5 or newer, and numpy.
 
 Everything from Settings to Main is the experiment: read it and edit it. You can skip the Machinery.
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Functions
@@ -39,7 +40,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
-# The log holds this source. Read it now, in case the file is edited while torch is imported.
+# The log contains this source code. Read it now, in case it is edited while torch is imported.
 SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
 START = time.perf_counter()  # before the slow imports, which count as setup
 
@@ -59,44 +60,44 @@ def setting(default, help):
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """All settings of a run. Edit the defaults here, or pass --name=value on the command line.
+    """All settings of a run. Edit the defaults in the file, or pass --name=value to override them.
 
     To add one, write `my_setting: float = 1.0`. Types: bool, int, float, str and Literal.
     """
 
     # Model
-    vocab_size: int = setting(50304, "vocabulary size; overridden by the data's manifest.json")
+    vocab_size: int = setting(50304, "vocabulary size; default: from the data's manifest.json")
     n_layer: int = setting(12, "transformer blocks")
-    n_head: int = setting(6, "attention heads")
+    n_head: int = setting(6, "attention heads; GPT-2 has 12, record 7 has 6")
     n_embd: int = setting(768, "model width")
-    dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "dtype of matmuls")
+    dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "of matmuls; auto: by device")
 
     # Training
-    seed: int = setting(1337, "seed of initial weights, shuffling and other randomness")
+    seed: int = setting(1337, "seed for initial weights, shuffling and so on")
     batch_size: int = setting(512, "global batch size, in sequences")
     sequence_length: int = setting(1024, "tokens per sequence")
     num_iterations: int = setting(5100, "optimizer steps")
-    learning_rate: float = setting(0.0036, "AdamW learning rate of the embedding and head")
-    muon_learning_rate: float = setting(0.00036, "Muon learning rate of all other matrices")
+    learning_rate: float = setting(0.0036, "AdamW learning rate for the embedding and head")
+    muon_learning_rate: float = setting(0.00036, "Muon learning rate for all other matrices")
     muon_momentum: float = setting(0.95, "Muon momentum")
-    warmdown_fraction: float = setting(1450 / 5100, "fraction of steps with learning-rate decay")
-    shuffle: bool = setting(False, "shuffle the sequences, with another offset in each epoch")
+    warmdown_fraction: float = setting(1450 / 5100, "final fraction of the steps, with decay to 0")
+    shuffle: bool = setting(False, "shuffle; each epoch cuts sequences at another offset")
     init: str = setting("", "file with initial weights, such as model.pt")
-    val_tokens: int = setting(10485760, "validation tokens; 0: all, up to 2**18")
+    val_tokens: int = setting(10485760, "validation tokens; 0: up to 2**18")
 
-    # Files and machine. You may change these when you resume a run: see MAY_CHANGE.
+    # Files and machine. You may change these settings when you resume a run.
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "glob of validation shards")
     allow_repeat: bool = setting(False, "allow more than one epoch")
     val_loss_every: int = setting(125, "steps between validations; 0: only at the end")
-    target_val_loss: float = setting(3.28, "target loss, only printed; 0: none")
+    target_val_loss: float = setting(3.28, "target, shown in the log; does not stop the run")
     run_id: str = setting("", "name of the log and of the checkpoint folder; default: the time")
     log_dir: str = setting("logs", "folder of logs and checkpoints")
     save_every: int = setting(0, "steps between checkpoints; 0: only when a signal stops the run")
     keep_checkpoints: int = setting(2, "number of recent checkpoints to keep")
-    resume: str = setting("", "auto: continue --run_id from its newest checkpoint, if any")
+    resume: Literal["", "auto"] = setting("", "auto: continue --run_id, if it has a checkpoint")
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = setting(64, "maximum sequences in a forward pass; lower: less memory")
+    device_batch_size: int = setting(64, "sequences per forward pass; lower it to save memory")
     compile: bool = setting(True, "use torch.compile; False starts sooner but trains more slowly")
     comm_timeout: int = setting(600, "timeout of collectives, in seconds")
 
@@ -104,7 +105,7 @@ class Hyperparameters:
         check_settings(self)
 
 
-MAY_CHANGE = {  # settings that may change on resuming, such as paths; the data may not
+MAY_CHANGE = {  # when a run is resumed; the data must be the same, but may be in another folder
     "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss", "run_id",
     "log_dir", "save_every", "keep_checkpoints", "resume", "device", "device_batch_size", "compile",
     "comm_timeout",
@@ -114,7 +115,7 @@ MAY_CHANGE = {  # settings that may change on resuming, such as paths; the data 
 PRESETS = {
     "record7": dict(),  # GPT-2 124M on FineWeb, for eight 80 GB GPUs
     "24gb": dict(device_batch_size=32),  # the same run on one 24 GB GPU
-    "cpu": dict(  # a small GPT on PyTorch's source code, on two CPU cores
+    "cpu": dict(  # a small GPT for the bytes of PyTorch's source code, trained on two CPU cores
         device="cpu", compile=False, vocab_size=257, n_layer=4, n_head=1, n_embd=128,
         train_files="data/torch_sources/train_*.bin", val_files="data/torch_sources/val_*.bin",
         batch_size=8, sequence_length=512, num_iterations=300, warmdown_fraction=0.5,
@@ -127,7 +128,7 @@ PRESETS = {
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
 def norm(x):
     """RMSNorm over the last dimension, without a gain."""
-    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # the default eps of bfloat16 is too large
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # as for float32; bfloat16's default is large
 
 
 class CastedLinear(nn.Linear):
@@ -238,11 +239,11 @@ class GPT(nn.Module):
 def loss_or_logits(x, head, targets=None, softcap=0.0):
     """Return the mean cross-entropy of the logits head(x), or the logits if targets is None.
 
-    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: bound on the logits, or 0.
+    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: 0, or a bound on the logits.
     """
     if targets is None:
         return soft_capped(head(x), softcap)
-    # In validation, detach: ctx.needs_input_grad is True even under no_grad.
+    # Under no_grad, detach: ctx.needs_input_grad would still be True for a parameter.
     weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
     return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), softcap)
 
@@ -250,7 +251,7 @@ def loss_or_logits(x, head, targets=None, softcap=0.0):
 def soft_capped(logits, softcap):
     """Return the logits in float32, limited to softcap * tanh(logits / softcap) if softcap > 0."""
     logits = logits.float()
-    if softcap:  # tanh(z) = 2 sigmoid(2 z) - 1; inductor fuses a sigmoid better
+    if softcap:  # tanh(z) = 2 sigmoid(2 z) - 1, and the compiler fuses a sigmoid better
         logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
     return logits
 
@@ -268,8 +269,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
-        # Chunks of fewer than 512 x 50304 logits are slow on CPUs (measured).
-        max_chunks = 2 if x.is_cuda else 8  # for GPUs, not measured
+        max_chunks = 2 if x.is_cuda else 8  # 2 is a guess, 8 was measured
+        # On CPUs, chunks of fewer than 512 x 50304 logits are slow (measured).
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
         loss, grad_weight, grad_x = 0.0, 0.0, []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
@@ -304,7 +305,7 @@ def orthogonalize(G):
     Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    # float64, because squares could overflow. The norm is 0-D, so X keeps the dtype of G.
+    # float64, because squares could overflow. Dividing by a 0-D tensor does not change G's dtype.
     X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
@@ -318,12 +319,13 @@ def orthogonalize(G):
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz, for matrices. The ranks divide the work.
 
-    lr: RMS of an update's entries. momentum: decay of the moving average of gradients. dtype: of
-    the matmuls. Every rank must hold all parameters and their complete gradients.
+    lr: RMS of an update's entries. momentum: decay of the moving average of gradients. Matmuls have
+    the given dtype. Every rank must hold all parameters and their complete gradients.
 
     Each matrix has a slot in a flat bfloat16 buffer of zeros. Each rank orthogonalizes some of the
-    matrices and writes the updates into their slots. The sum of the buffers over the ranks gives
-    every rank all updates, without rounding. For other projects, see records/modern/muon.py.
+    matrices and writes the updates into their slots. An all-reduce then gives all updates to every
+    rank; the sum is exact, because a slot is nonzero on only one rank. To use Muon in another
+    project, copy records/modern/muon.py instead.
     """
 
     def __init__(self, params, lr, momentum=0.95, rank=0, world_size=1, dtype=torch.bfloat16):
@@ -346,9 +348,11 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 momentum_buffer = state["momentum_buffer"]
-                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])  # on every rank, to save it
+                # Every rank updates all momentum buffers, so that rank 0 can save them.
+                momentum_buffer.lerp_(p.grad, 1 - group["momentum"])
                 if i % self.world_size == self.rank:
-                    # Nesterov momentum times (1 - momentum): orthogonalize() ignores the factor.
+                    # With the usual M = momentum * M + gradient, this is Nesterov's gradient +
+                    # momentum * M, times 1 - momentum. orthogonalize() ignores the factor.
                     direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])
                     update.copy_(orthogonalize(direction.to(self.dtype)))
             if self.world_size > 1:
@@ -359,7 +363,7 @@ class Muon(torch.optim.Optimizer):
 
 
 # ---- Data: shards of tokens, read as one stream --------------------------------------------------
-# A shard is a header of 256 int32 (20240520, version 1, token count, zeros), then uint16 tokens.
+# A shard is 256 int32 (magic number 20240520, version 1, token count, zeros), then uint16 tokens.
 HEADER_BYTES = 1024
 
 
@@ -381,9 +385,8 @@ def shard_size(path):
 class TokenStream:
     """The tokens of all shards that match a glob, sorted by name and repeated endlessly.
 
-    Wildcards work in the file name, not in the folder. The files stay open, so replacing one does
-    not affect the run. Raises UserError if no file matches, if a file is not a complete shard or,
-    in read(), if a token is outside the vocabulary.
+    The files stay open, so replacing one does not affect the run. Raises UserError if no file
+    matches, if a file is not a complete shard or, in read(), if a token is not in the vocabulary.
     """
 
     def __init__(self, pattern, vocab_size):
@@ -391,7 +394,7 @@ class TokenStream:
         folder, name = os.path.split(pattern)
         self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            fix = "wildcards work only in the file name; data/fineweb.py or data/pack.py makes data"
+            fix = "prepare the data, for example with data/fineweb.py (folders take no wildcards)"
             raise UserError(f"no file matches {pattern!r}: {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
@@ -407,7 +410,7 @@ class TokenStream:
             offset = start - self.starts[shard]  # in tokens
             wanted = min(count, self.sizes[shard] - offset)
             self.files[shard].seek(HEADER_BYTES + 2 * offset)
-            part = np.fromfile(self.files[shard], "<u2", wanted)  # shorter after an error
+            part = np.fromfile(self.files[shard], "<u2", wanted)  # fewer if the disk fails
             if len(part) < wanted:
                 raise UserError(f"{self.paths[shard]} is truncated or unreadable: check the disk")
             if part.max() >= self.vocab_size:
@@ -470,20 +473,17 @@ class DistributedDataLoader:
 def shuffled_starts(seed, epoch, total_tokens, T):
     """Return the positions at which the sequences of an epoch start, in random order.
 
-    The stream is cut into total_tokens // T sequences, beginning at a random offset in [0, T). The
-    last one may wrap around to the start of the stream. total_tokens % T tokens are skipped.
+    The stream is treated as a ring, which is cut into total_tokens // T sequences, starting at a
+    random offset in [0, T). The remaining total_tokens % T tokens are skipped in this epoch.
     """
     generator = np.random.default_rng((seed, epoch))
     return generator.integers(T) + T * generator.permutation(total_tokens // T)
 
 
 def inputs_and_targets(sequences, device):
-    """Split tokens of shape (B, T + 1) into two int64 tensors of shape (B, T) on a device.
-
-    Copies to a GPU are asynchronous. Kernels that are launched later wait for them.
-    """
-    inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64, order="C"))
-    targets = torch.from_numpy(sequences[:, 1:].astype(np.int64, order="C"))
+    """Split tokens of shape (B, T + 1) into two int64 tensors of shape (B, T) on a device."""
+    inputs = torch.from_numpy(sequences[:, :-1].astype(np.int64))
+    targets = torch.from_numpy(sequences[:, 1:].astype(np.int64))
     if device.type == "cuda":
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
@@ -518,10 +518,10 @@ def apply_schedule(model, optimizers, step, args):
 
 
 class Recipe(NamedTuple):
-    """What a script defines to train its own model with this file. It passes a Recipe to cli()."""
+    """The parts that another script can replace, such as records/modern/train_modern.py."""
 
     script: str  # the path of the script, relative to the folder of train_gpt2.py
-    sources: dict  # {file name: text} of the script's files, for the log and for exports
+    sources: dict  # {file name: text} of the script's files, for the log
     settings: type  # Hyperparameters, or a subclass with more settings
     presets: dict
     build_model: Callable  # (args, dtype) -> model; train_step calls model(inputs, targets)
@@ -543,8 +543,9 @@ RECIPE = Recipe(
 def train_step(run, inputs, targets):
     """Collective: take one optimizer step. Return a dict of 0-D tensors to log.
 
-    inputs, targets: (B, T) int64, this rank's part of the global batch. train() needs "loss" and
-    "stops" (the number of ranks with a signal), and logs other entries. Does not wait for the GPU.
+    inputs, targets: (B, T) int64, this rank's part of the global batch. The dict must have "loss"
+    and "stops", the number of ranks that got a signal. train() logs all other entries. Does
+    not wait for the GPU.
     """
     # Reseed, so that randomness such as dropout depends only on the seed, the step and the rank.
     seed = np.random.SeedSequence((run.args.seed, run.step, get_rank()))
@@ -556,15 +557,16 @@ def train_step(run, inputs, targets):
         micro_loss.backward()
         loss += micro_loss.detach()
     sum_gradients(run.model)
-    # To clip the gradients or to log their norm, do it here.
+    # This is the place to clip the gradients or to compute their norm.
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    stop = torch.full_like(loss, run.stop.requested)  # 1 if this rank got a signal, else 0
+    # The all-reduce of the loss also tells all ranks how many of them got a signal.
+    stop = torch.full_like(loss, run.stop_request.received)
     sums = torch.stack([loss, stop])
     if get_world_size() > 1:
         dist.all_reduce(sums)
-    return dict(loss=sums[0], stops=sums[1])  # add others, such as grad_norm=norm, to log them
+    return dict(loss=sums[0], stops=sums[1])  # to log the norm, add grad_norm=norm
 
 
 def sum_gradients(model):
@@ -589,13 +591,14 @@ def evaluate(run):
     size = run.micro_batch_size
     for x, y in zip(inputs.split(size), targets.split(size)):
         sequences = len(x)
-        padding = (0, 0, 0, size - sequences)  # of rows, because a new shape would be compiled
+        # Pad the last micro-batch with ignored rows, because a new shape would be compiled.
+        padding = (0, 0, 0, size - sequences)
         x, y = F.pad(x, padding), F.pad(y, padding, value=-1)
-        total += run.model(x, y).double() * sequences  # the mean ignores the padding
+        total += run.model(x, y).double() * sequences
     run.model.train()
     if get_world_size() > 1:
         dist.all_reduce(total)
-    return total.item() / (run.args.val_tokens // run.args.sequence_length)  # over all ranks
+    return total.item() / (run.args.val_tokens // run.args.sequence_length)  # mean over sequences
 
 
 def validate(run):
@@ -603,7 +606,7 @@ def validate(run):
     with run.log.timed("validation"):
         run.val_loss = evaluate(run)
         check_weights_agree(run.model)
-    run.log.progress(run.step, "val_loss", run.val_loss, {})
+    run.log.progress(run.step, "val_loss", run.val_loss)
     repeats_data = run.tokens_to_train > run.train_loader.stream.total_tokens
     if repeats_data and run.val_loss < run.best_loss:  # the model may overfit later
         run.best_loss = run.val_loss
@@ -623,8 +626,8 @@ def train(run):
             run.step += 1
             try:
                 batch = run.train_loader.batch(run.step)  # the next, read while the GPU is busy
-            except UserError:  # for example, the disk has failed
-                save_checkpoint(run)
+            except UserError:  # the disk of the data has failed
+                save_checkpoint(run)  # only rank 0 writes it, without waiting for others
                 raise
             values = {name: tensor.item() for name, tensor in results.items()}  # waits for the GPU
         loss = values.pop("loss")
@@ -632,7 +635,7 @@ def train(run):
         run.log.progress(run.step, "train_loss", loss, values)
         if args.save_every and run.step % args.save_every == 0:
             save_checkpoint(run)
-    if not run.stopped:  # validation may depend on the schedule, too
+    if not run.stopped:  # a Recipe's schedule may also change the model, which is validated
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
@@ -650,10 +653,10 @@ class Run:
     train_loader: DistributedDataLoader
     validation: np.ndarray  # this rank's sequences, (sequences, T + 1) uint16
     micro_batch_size: int  # sequences per forward pass
-    fixed: dict  # settings and data that must be equal when the run is resumed
+    fixed: dict  # settings, and checksums of the data, that may not change when it is resumed
     log: "Log"
-    stop: "StopRequest"  # tells whether this rank got a signal
-    lock: object = None  # the open lock file of the folder, on rank 0
+    stop_request: "StopRequest"  # tells whether this rank got a signal
+    lock: object = None  # the open and locked file run.lock, on rank 0
     step: int = 0  # optimizer steps taken
     stopped: bool = False  # some rank got a signal, so all ranks stop
     finished: bool = False  # nothing is left to do, because model.pt exists
@@ -666,17 +669,18 @@ class Run:
         self.tokens_to_train = args.num_iterations * args.batch_size * args.sequence_length
 
 
-def set_up(args, recipe, stop):
+def set_up(args, recipe, stop_request):
     """Collective: build the Run that args describe, at step 0. Writes no files."""
     device = join_ranks(args)
-    configure_backend(args, device)
+    if device.type == "cpu":
+        configure_cpu(args)
     train_loader, validation, val_tokens, data_facts = open_data(args, device)
     run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     dtype = choose_dtype(args, device)
     # Replace "auto" and other placeholders with actual values, so that the log shows them.
     args = dataclasses.replace(args, dtype=dtype, run_id=from_rank_0(run_id), val_tokens=val_tokens)
-    versions = dict(torch=torch.__version__, source=digest(recipe.sources))
-    check_ranks_agree(vars(args) | data_facts | versions, "launch all ranks in the same way")
+    facts = data_facts | dict(torch=torch.__version__, source=digest(recipe.sources))
+    check_ranks_agree(vars(args) | facts, fix="start all ranks in the same way")
     torch.manual_seed(args.seed)
     model = recipe.build_model(args, getattr(torch, dtype)).to(device)
     optimizers = recipe.build_optimizers(model, args)
@@ -701,34 +705,31 @@ def set_up(args, recipe, stop):
         micro_batch_size=micro_batch_size,
         fixed=fixed,
         log=Log(args),
-        stop=stop,
+        stop_request=stop_request,
     )
 
 
-def main(args, recipe=RECIPE, stop=None):
+def main(args, recipe=RECIPE, stop_request=None):
     """Collective: train as configured by args; return the last validation loss.
 
-    stop: a StopRequest, checked after each step. Returns None if the run was stopped, or if it had
-    already finished.
+    Return None if a signal stopped the run, or if it had already finished.
     """
-    run = set_up(args, recipe, stop or StopRequest())
+    run = set_up(args, recipe, stop_request or StopRequest())
     claim_folder(run)
-    origin = restore(run)  # a line for the log; it also sets run.step and run.finished
+    origin = restore(run)  # also sets run.step and run.finished
     if run.finished:
         run.log(origin)
         return None
     log_header(run, origin)
-    run.log.seconds["setup"] = time.perf_counter() - START
     if args.compile:
-        run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
         with run.log.timed("compile"):
             compile_model(run)
     train(run)
     if run.stopped:
         save_checkpoint(run)
         run.log(
-            f"saved a checkpoint in {run.folder}; to continue, repeat the command with "
-            f"--run_id={run.args.run_id} --resume=auto\nstopped by a signal after step {run.step}"
+            f"stopped by a signal after step {run.step}; to continue from the checkpoint in "
+            f"{run.folder}, repeat the command with --run_id={run.args.run_id} --resume=auto"
         )
         return None
     log_summary(run)
@@ -739,10 +740,10 @@ def main(args, recipe=RECIPE, stop=None):
 # ---- Machinery: command line ---------------------------------------------------------------------
 def check_settings(args):
     """Raise UserError unless the settings are in range and consistent."""
-    positive = "vocab_size n_layer n_head n_embd batch_size sequence_length num_iterations "
-    check_at_least(args, 1, positive + "keep_checkpoints device_batch_size comm_timeout")
-    numbers = "seed learning_rate muon_learning_rate muon_momentum warmdown_fraction val_tokens "
-    check_at_least(args, 0, numbers + "val_loss_every target_val_loss save_every")
+    check_at_least(args, 1, "vocab_size n_layer n_head n_embd batch_size sequence_length")
+    check_at_least(args, 1, "num_iterations keep_checkpoints device_batch_size comm_timeout")
+    check_at_least(args, 0, "seed learning_rate muon_learning_rate muon_momentum val_tokens")
+    check_at_least(args, 0, "warmdown_fraction val_loss_every target_val_loss save_every")
     if args.muon_momentum >= 1:
         raise UserError(f"muon_momentum={args.muon_momentum} must be less than 1")
     if args.n_embd % (2 * args.n_head):
@@ -750,17 +751,15 @@ def check_settings(args):
     if not re.fullmatch(r"([\w-][\w.-]*)?", args.run_id):
         allowed = "letters, digits, '-', '_' and, except at the start, '.'"
         raise UserError(f"run_id={args.run_id!r} may contain only {allowed}")
-    if args.resume not in ("", "auto"):
-        raise UserError(f"resume={args.resume!r} must be auto; to begin from a file, pass --init")
     if args.resume and not args.run_id:
         raise UserError("--resume=auto needs --run_id to know which run to resume")
 
 
 def check_at_least(args, low, names):
-    """Raise UserError unless low <= setting < 2**63. names: of settings, separated by spaces."""
+    """Raise UserError unless low <= setting < 2**63, for settings named in a string."""
     for name in names.split():
         if not low <= getattr(args, name) < 2**63:  # False for NaN
-            raise UserError(f"{name}={getattr(args, name)} must be at least {low} and not huge")
+            raise UserError(f"{name}={getattr(args, name)} must be from {low} to 2**63")
 
 
 def parse_args(argv, recipe=RECIPE):
@@ -772,7 +771,7 @@ def parse_args(argv, recipe=RECIPE):
         return text.lower() == "true"
 
     parser = argparse.ArgumentParser(
-        usage=f"{recipe.script} [--preset=NAME] [--name=value ...], with wildcards in quotes",
+        usage=f"{recipe.script} [--preset=NAME] [--name=value ...] (put wildcards in quotes)",
         description=recipe.settings.__doc__,
         formatter_class=functools.partial(argparse.HelpFormatter, width=100, max_help_position=40),
         argument_default=argparse.SUPPRESS,  # leaves out settings that were not passed
@@ -800,11 +799,11 @@ def parse_args(argv, recipe=RECIPE):
 
 
 # ---- Machinery: data files -----------------------------------------------------------------------
-def read_manifest(files):
-    """Return the content of manifest.json in the shards' folder, or {} if there is none."""
-    path = Path(files).parent / "manifest.json"
+def read_manifest(pattern):
+    """Return the content of manifest.json in the folder of the shards, or {} if there is none."""
+    path = Path(pattern).parent / "manifest.json"
     if (path.parent / ".pack").exists():  # exists while data/pack.py replaces shards
-        raise UserError(f"{path.parent} is being packed, or packing was interrupted: pack it again")
+        raise UserError(f"data/pack.py has not finished writing {path.parent}: run it again")
     if not path.is_file():
         return {}
     try:
@@ -825,7 +824,7 @@ def open_data(args, device):
     """Return (train_loader, validation, val_tokens, data_facts).
 
     validation: this rank's sequences, (sequences, T + 1) uint16. val_tokens: total over all ranks.
-    data_facts: the encoding, and checksums that identify the data wherever the files are.
+    data_facts: the encoding, and checksums of the data, which do not depend on the file names.
     """
     batch_size, T = args.batch_size, args.sequence_length
     rank, world_size = get_rank(), get_world_size()
@@ -833,7 +832,8 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    if max_steps < (1 if args.allow_repeat else args.num_iterations):
+    needed_steps = 1 if args.allow_repeat else args.num_iterations
+    if max_steps < needed_steps:
         fix = "add data, lower --num_iterations or --batch_size, or pass --allow_repeat=True"
         raise UserError(f"{args.train_files!r} has tokens for only {max_steps} steps: {fix}")
     seed = args.seed if args.shuffle else None
@@ -843,7 +843,7 @@ def open_data(args, device):
     usable = (val_stream.total_tokens - 1) // T * T
     if usable == 0:
         raise UserError(f"{args.val_files!r} has at most {T} tokens: lower --sequence_length")
-    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))  # 0: about 2**18
+    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))  # whole sequences
     if val_tokens % T or val_tokens > usable:
         limit = f"a multiple of sequence_length={T} up to {usable} for {args.val_files!r}"
         raise UserError(f"val_tokens={val_tokens} must be {limit}, or 0")
@@ -868,7 +868,7 @@ def choose_device(args):
     gpus = torch.cuda.device_count()
     if args.device == "cpu" or (args.device == "auto" and gpus == 0):
         return torch.device("cpu")
-    # Some launchers show each process only its own GPU, as number 0.
+    # If there is one GPU, use it: some launchers show each process only its own, as number 0.
     index = int(os.environ.get("LOCAL_RANK", "0")) if gpus > 1 else 0
     if index >= gpus or not torch.cuda.is_available():
         fix = "start fewer processes, check the driver, or pass --device=cpu"
@@ -890,15 +890,14 @@ def choose_dtype(args, device):
     return "bfloat16" if has_bf16 else "float32"
 
 
-def configure_backend(args, device):
-    """Set PyTorch's global options for a CPU; do nothing on a GPU."""
-    if device.type == "cuda":
-        return
-    # MKL's first call is inaccurate if multithreaded: github.com/pytorch/pytorch/issues/188792
+def configure_cpu(args):
+    """Set PyTorch's global options for training on a CPU."""
+    # MKL's first call is inaccurate if several threads make it, so make it with one element, on one
+    # thread: github.com/pytorch/pytorch/issues/188792
     for function in torch.cos, torch.sin, torch.sqrt:
         function(torch.ones(1))
-    # Despite their names, these options affect CPUs. Flash attention is slower for at most 512
-    # tokens (measured). Let the unfused attention, which replaces it, keep scores in bfloat16.
+    # Despite their names, these options affect CPUs. For sequences of up to 512 tokens, unfused
+    # attention with scores in bfloat16 is faster than flash attention (measured).
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     # Sum the gradients of repeated tokens in a fixed order, so that runs are bit-reproducible.
@@ -910,17 +909,18 @@ def configure_backend(args, device):
 
         # Recompute some activations in the backward pass: cheaper on a CPU than loading them.
         functorch_config.activation_memory_budget = 0.7
-        inductor_config.cpp.vec_isa_ok = True  # skips test compilations of vector instructions
+        inductor_config.cpp.vec_isa_ok = True  # do not test-compile vector instructions
 
 
 def compile_model(run):
     """Compile the model by running one validation and one training pass on a micro-batch."""
     from torch._dynamo.exc import BackendCompilerFailed  # slow to import
 
+    run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
-    targets = torch.zeros_like(inputs)  # passing `inputs` twice would compile for one tensor
+    targets = torch.zeros_like(inputs)  # not `inputs`: one tensor for both is a special case
     try:
         with torch.no_grad():
             run.model.eval()(inputs, targets)
@@ -965,17 +965,19 @@ def get_world_size():
 def join_ranks(args):
     """Collective: join torchrun's process group, if any. Return this rank's torch.device."""
     device = choose_device(args)
-    backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
-    launchers = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun, mpirun
-    if "RANK" not in os.environ and any(os.environ.get(name, "1") != "1" for name in launchers):
-        raise UserError("each of several processes would train the whole run: use torchrun")
+    backend, gpu = "gloo", None
+    if device.type == "cuda":
+        backend, gpu = "nccl", device
+        torch.cuda.set_device(device)
+    counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # set by srun or mpirun
+    if "RANK" not in os.environ and any(os.environ.get(name, "1") != "1" for name in counts):
+        raise UserError("srun or mpirun started several separate processes: start them by torchrun")
     if "RANK" in os.environ and not dist.is_initialized():
         try:
             timeout = timedelta(seconds=args.comm_timeout)
+            # After a restart by torchrun --max-restarts, init_process_group() would find the
+            # addresses of the dead ranks in the store, so give each attempt its own prefix.
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-            # After a restart, the store still has the dead ranks' addresses: use a new prefix.
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             group = dict(store=store, rank=rank, world_size=world_size)
             dist.init_process_group(backend, timeout=timeout, device_id=gpu, **group)
@@ -989,7 +991,7 @@ def leave_ranks():
     """Collective: leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.2)  # for gloo's threads to end; otherwise, they may abort the process
+        time.sleep(0.2)  # lets gloo's threads end; otherwise, they may abort the process
 
 
 def from_rank_0(value):
@@ -1010,35 +1012,34 @@ def check_ranks_agree(values, fix):
 
 def check_weights_agree(model):
     """Collective: raise UserError on a rank whose weights differ from those of rank 0."""
-    checksum = 0  # the sum of the bit patterns, modulo 2**32
-    for p in model.parameters():
-        checksum = checksum + p.detach().float().view(torch.int32).sum(dtype=torch.int32)
-    check_ranks_agree(dict(weights=checksum.item()), "check the hardware, and resume")
+    patterns = (p.detach().float().view(torch.int32) for p in model.parameters())
+    checksum = sum(pattern.sum(dtype=torch.int32) for pattern in patterns)  # modulo 2**32
+    check_ranks_agree(dict(weights=checksum.item()), fix="check the hardware, and resume")
 
 
 class StopRequest:
-    """A stop requested by a signal."""
+    """Notes whether this process has received a signal to stop."""
 
     def __init__(self):
-        self.requested = False
-        self.signal_time = 0.0  # of the first signal
+        self.received = False
+        self.first_time = 0.0  # when the first signal came
 
     def catch_signals(self):
-        """Catch the signals that users and batch systems send, unless ignored, as under nohup."""
+        """Catch the signals of users and batch systems, except those that nohup has disabled."""
         for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
 
     def on_signal(self, number, frame):
-        """Request a stop. A second signal, at least a second later, ends the process at once."""
-        if not self.requested:
-            self.requested, self.signal_time = True, time.monotonic()
+        """Note the signal. A second one, at least a second later, ends the process at once."""
+        if not self.received:
+            self.received, self.first_time = True, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal may be closed
-                    os.write(2, b"saving a checkpoint soon; press Ctrl-C again to exit at once\n")
-        # A Ctrl-C comes again from torchrun, and the kernel repeats SIGXCPU every second.
-        elif number != signal.SIGXCPU and time.monotonic() - self.signal_time > 1:
+                    os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
+        # Not at once, because torchrun repeats a Ctrl-C. The kernel repeats SIGXCPU every second.
+        elif number != signal.SIGXCPU and time.monotonic() - self.first_time > 1:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -1051,7 +1052,7 @@ class Log:
         self.path = Path(args.log_dir, f"{args.run_id}.txt")
         self.num_iterations = args.num_iterations
         self.is_open = False  # claim_folder sets this, on rank 0
-        self.seconds = Counter()  # of each phase
+        self.seconds = Counter()  # {phase: seconds}
 
     def __call__(self, text):
         """Print one or more lines and append them to the log."""
@@ -1067,24 +1068,26 @@ class Log:
         data = f"{text}\n".encode(errors="backslashreplace")
         with open(self.path, "ab", buffering=0) as file:  # reopened, in case an editor replaced it
             size = file.tell()
-            with contextlib.suppress(OSError):
-                if file.write(data) == len(data):
-                    return
-            file.truncate(size)  # a truncated number could look like a result
-            raise UserError(f"{self.path} cannot be written: free disk space, then resume")
+            try:
+                written = file.write(data)
+            except OSError:
+                written = 0
+            if written < len(data):  # the disk is full
+                file.truncate(size)  # a part of a number could look like a result
+                raise UserError(f"{self.path} cannot be written: free disk space, then resume")
 
-    def progress(self, step, name, loss, others):
-        """Log a loss after `step` steps, the training time so far, and others, {name: value}."""
+    def progress(self, step, name, loss, others=None):
+        """Log a loss after `step` steps, the training time so far, and a dict of other values."""
         ms = 1000 * self.seconds["train"]
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        more = "".join(f" {other}:{value:.4g}" for other, value in others.items())
+        more = "".join(f" {other}:{value:.4g}" for other, value in (others or {}).items())
         self(f"step:{step}/{self.num_iterations} {name}:{loss:.4f} {times}{more}")
         if not math.isfinite(loss):
             raise UserError(f"{name} is {loss} at step {step}: lower the learning rates")
 
     @contextlib.contextmanager
     def timed(self, phase):
-        """Add the duration of a `with` block, whose end must wait for the GPU, to a phase."""
+        """Time a `with` block as part of a phase. The block must end by waiting for the GPU."""
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
@@ -1110,6 +1113,7 @@ def log_header(run, origin):
         f"val_tokens:{args.val_tokens} train_tokens:{run.train_loader.stream.total_tokens} {data}",
     ]
     log("\n".join([*lines, origin]))
+    log.seconds["setup"] = time.perf_counter() - START
 
 
 def log_summary(run):
@@ -1131,9 +1135,9 @@ def log_summary(run):
 
 # ---- Machinery: checkpoints ----------------------------------------------------------------------
 def save(run, name, **more):
-    """Collective: write weights, settings and `more` to a file in the run's folder, atomically.
+    """Write weights, settings and `more` to a file in the run's folder, atomically, on rank 0.
 
-    Raises UserError if the file cannot be written, or if a tensor is not finite.
+    All ranks call it, without waiting. Raises UserError if it fails or if a tensor is not finite.
     """
     path, partial = run.folder / name, run.folder / "partial"
     state = dict(
@@ -1148,14 +1152,11 @@ def save(run, name, **more):
         model=run.model.state_dict(),
         **more,
     )
-    for value in tree_leaves(state):  # on all ranks, so that all of them raise
+    for value in tree_leaves(state):  # checked on all ranks, so that all of them stop
         if isinstance(value, torch.Tensor) and not value.isfinite().all():
             raise UserError(f"{path} was not written (NaN or infinity): lower the learning rates")
     if get_rank() != 0:
         return
-    lock_path = run.folder / "run.lock"
-    if not lock_path.exists() or not os.path.samefile(lock_path, run.lock.fileno()):
-        raise UserError(f"{run.folder} was deleted or replaced during the run: start again")
     try:
         with run.log.timed("checkpoint"), open(partial, "wb") as file:
             torch.save(state, file)
@@ -1173,7 +1174,8 @@ def save_checkpoint(run):
     path = run.folder / f"state_step{run.step:010d}.pt"
     save(run, path.name, optimizers=[o.state_dict()["state"] for o in run.optimizers])
     if get_rank() == 0:
-        # Later checkpoints are damaged ones that newest_file() has skipped: do not count them.
+        # If the newest files were damaged, the run was resumed from an older one. Do not count the
+        # damaged ones, which have higher steps.
         earlier = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in earlier[: -run.args.keep_checkpoints]:
             old.unlink()
@@ -1190,30 +1192,30 @@ def read_pt(path):
         with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file
             damaged_part = archive.testzip()  # compares checksums
             attributes = [info.external_attr for info in archive.infolist()]
-        # Attributes are 0 and have no checksum. A flipped bit could turn a file into a folder.
+        # Attributes are 0. If one is damaged, torch.load may return uninitialized memory.
         if damaged_part is not None or any(attributes):
             raise ValueError("a checksum is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code in the file
-        if not {"script", "fixed", "threads", "model"} <= state.keys():
+        if not {"script", "source", "fixed", "threads", "step", "model"} <= state.keys():
             raise ValueError("another version of the script saved it")
         return state
     except Exception as error:  # both modules raise many types of exceptions
-        fix = "use an undamaged file of this version of the script"
+        fix = "use an undamaged file that this version of the script has saved"
         raise UserError(f"{path} cannot be used ({error!r:.200}): {fix}") from None
 
 
 def claim_folder(run):
     """On rank 0, create the run's folder, lock it until the process ends, and open the log.
 
-    Raises UserError if the folder was not created by a run, is in use, or holds weights that this
-    run would overwrite.
+    Raises UserError if it belongs to something else, is in use, or has weights to be overwritten.
     """
     if get_rank() != 0:
         return
     folder, lock_path = run.folder, run.folder / "run.lock"
-    if not lock_path.is_file() and (run.log.path.exists() or any(folder.glob("*"))):
+    is_new = not run.log.path.exists() and not any(folder.glob("*"))
+    if not is_new and not lock_path.is_file():
         fix = "move them away, or pass another --run_id"
-        raise UserError(f"{folder} or {run.log.path} were not created by this script: {fix}")
+        raise UserError(f"{folder} or {run.log.path} was not created by this script: {fix}")
     folder.mkdir(parents=True, exist_ok=True)
     run.lock = open(lock_path, "a")
     run.log.is_open = True
@@ -1235,8 +1237,9 @@ def restore(run):
 
     Return a line for the log that says where the weights come from.
     """
-    # Without --resume=auto, claim_folder() has made sure that there is no file.
-    path = from_rank_0(newest_file(run) if get_rank() == 0 else None)
+    path = None
+    if run.args.resume:
+        path = from_rank_0(newest_file(run) if get_rank() == 0 else None)
     if path:
         state = load_weights(run, path, run.fixed)
         run.step, run.val_loss = state["step"], state["val_loss"]
@@ -1247,14 +1250,14 @@ def restore(run):
         if run.finished:
             return f"{path} is the result of this run; nothing to do"
         if run.device.type == "cpu" and state["threads"] != torch.get_num_threads():
-            run.log(f"warning: saved with {state['threads']} threads, so the last bits may differ")
+            run.log(f"warning: saved with {state['threads']} threads; the last digits may differ")
         for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
             # Load only the state, and keep the param_groups that build_optimizers has just made.
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
         expected = {name: run.fixed[name] for name in ("n_head", "encoding")}
-        load_weights(run, run.args.init, expected)  # which compares the sizes of tensors, too
+        load_weights(run, run.args.init, expected)  # load_state_dict checks the other sizes
     return f"starting from {run.args.init or 'new weights'}"
 
 
@@ -1263,7 +1266,7 @@ def newest_file(run):
     candidates = [*checkpoints_in(run.folder), *run.folder.glob("model.pt")]
     for path in reversed(candidates):
         try:
-            read_pt(path)
+            read_pt(path)  # fails if it is damaged
             return path
         except UserError as error:
             run.log(f"skipping a file: {error}")
@@ -1282,7 +1285,7 @@ def load_weights(run, path, expected):
         run.log(f"warning: the script has changed since it saved {path}")
     differences = []
     for name, value in expected.items():
-        default = getattr(run.recipe.settings, name, None)  # for older files
+        default = getattr(run.recipe.settings, name, None)  # if this setting is newer than the file
         saved = state["fixed"].get(name, default)
         if value != saved and None not in (value, saved):
             differences.append(f"{name}={saved} (here {value})")
@@ -1305,10 +1308,8 @@ def check_optimizers(model, optimizers):
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     counts = Counter(p for group in groups for p in group["params"])
     for name, p in model.named_parameters():
-        if counts.pop(p, 0) != 1:
+        if counts[p] != 1:
             raise UserError(f"{name} must be in exactly one optimizer: see build_optimizers")
-    if counts:  # parameters that are left over
-        raise UserError("an optimizer has a parameter that the model lacks: see build_optimizers")
 
 
 def describe_failure(error):
@@ -1333,10 +1334,10 @@ def cli(argv, recipe=RECIPE):
     """Train as configured on the command line. On failure, print why and exit with status 1."""
     if hasattr(sys.stdout, "reconfigure"):  # Jupyter's stdout lacks it
         sys.stdout.reconfigure(errors="backslashreplace")  # for an ASCII-only terminal
-    stop = StopRequest()
-    stop.catch_signals()
+    stop_request = StopRequest()
+    stop_request.catch_signals()
     try:
-        main(parse_args(argv, recipe), recipe, stop)
+        main(parse_args(argv, recipe), recipe, stop_request)
         leave_ranks()
     except Exception as error:
         where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

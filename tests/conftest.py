@@ -50,7 +50,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def pytorchs_own_settings():
-    """Restore the global options of PyTorch that configure_backend sets."""
+    """Restore the global options of PyTorch that configure_cpu sets."""
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     torch.use_deterministic_algorithms(False)
@@ -268,7 +268,7 @@ def run_here(settings, steps=math.inf, recipe=train_gpt2.RECIPE, **changes):
         nonlocal steps_left
         steps_left -= 1
         if steps_left == 0:
-            stop.requested = True
+            stop.received = True
         return train_step(run, inputs, targets)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -280,9 +280,8 @@ def take_step(model, optimizers, inputs, targets, args, step=0):
     """Call train_step as a run does on a single rank; return the mean loss."""
     args = dataclasses.replace(args, batch_size=len(inputs))
     size = math.gcd(len(inputs), args.device_batch_size)
-    stop = train_gpt2.StopRequest()
-    run = SimpleNamespace(model=model, optimizers=optimizers, micro_batch_size=size, stop=stop)
-    run.args, run.step = args, step
+    run = SimpleNamespace(model=model, optimizers=optimizers, micro_batch_size=size)
+    run.args, run.step, run.stop_request = args, step, train_gpt2.StopRequest()
     return train_gpt2.train_step(run, inputs, targets)["loss"]
 
 

@@ -250,7 +250,7 @@ def order_of_work(settings, stop_at=None):
     def launch(run, inputs, targets):
         events.append(f"launch {run.step + 1}")
         if run.step + 1 == stop_at:
-            run.stop.requested = True
+            run.stop_request.received = True
         return train_step(run, inputs, targets)
 
     def read_batch(step):
@@ -336,8 +336,9 @@ def test_a_compiled_model_is_the_eager_one(backend, dtype, recipe, n_layer, monk
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        train_gpt2.configure_backend(args, torch.device("cpu"))
-        run = SimpleNamespace(model=gpt, args=args, micro_batch_size=32, device=torch.device("cpu"))
+        train_gpt2.configure_cpu(args)
+        run = SimpleNamespace(model=gpt, args=args, micro_batch_size=32, log=print)
+        run.device = torch.device("cpu")
         train_gpt2.compile_model(run)
         results = []
         for _ in range(8):
@@ -358,7 +359,7 @@ def test_a_compiled_model_is_the_eager_one(backend, dtype, recipe, n_layer, monk
 
 # What rank 0 does before the fifth step
 KILL = "os.kill(os.getpid(), 9)"
-STOP = "run.stop.requested = True"
+STOP = "run.stop_request.received = True"
 WINDOWS = dict(
     n_layer=4, attention_window=512, document_token=3, ngram_rows=499, sequence_length=256,
     batch_size=8, num_iterations=8, momentum_warmup_fraction=0.5, momentum_cooldown_fraction=0.25,

@@ -114,9 +114,9 @@ def test_a_run_interrupted_many_times_gives_the_same_result(
         script = faulty_script(tmp_path, fault, "step == first_step + 1", processes - 1)
         stopped = trained(fields, processes, with_recipe(script, recipe))
         assert (f"continuing after step {step - 2} from " in stopped) == (step > 2)
-        saved = f"saved a checkpoint in {folder}"
-        advice = "to continue, repeat the command with --run_id=part --resume=auto"
-        end = f"\n{saved}; {advice}\nstopped by a signal after step {step}\n"
+        advice = "repeat the command with --run_id=part --resume=auto"
+        end = f"\nstopped by a signal after step {step}; to continue from the checkpoint in "
+        end += f"{folder}, {advice}\n"
         assert stopped.endswith(end)
     kill = """
 replace = os.replace
@@ -155,9 +155,9 @@ def test_a_second_signal_exits_at_once(tiny, tmp_path):
 def test_the_kernel_may_repeat_the_signal_of_a_cpu_limit():
     stop = train_gpt2.StopRequest()
     stop.on_signal(signal.SIGXCPU, None)
-    stop.signal_time -= 5
+    stop.first_time -= 5
     stop.on_signal(signal.SIGXCPU, None)  # would end this process
-    assert stop.requested
+    assert stop.received
 
 
 def test_simultaneous_signals_count_once_and_ignored_ones_never(tiny, tmp_path):
@@ -434,26 +434,19 @@ def test_a_shard_that_is_truncated_while_in_use_is_named_and_the_steps_are_saved
     assert saved >= "state_step0000000003.pt" and resumed == run_here({**tiny, "run_id": "whole"})
 
 
-@pytest.mark.parametrize("how", ["deleted", "replaced"])
-def test_a_run_ends_if_its_folder_is_deleted_or_replaced(how, tiny, tmp_path, monkeypatch):
-    """Another run may be using the folder in its place, so nothing is written there."""
+def test_a_run_ends_if_its_folder_is_deleted(tiny, tmp_path, monkeypatch):
     folder = tmp_path / "logs" / "r"
     train_step = train_gpt2.train_step
 
     def lose_folder(run, inputs, targets):
         if run.step == 4:
             folder.rename(tmp_path / "moved")
-            if how == "replaced":
-                shutil.copytree(tmp_path / "moved", folder)
         return train_step(run, inputs, targets)
 
     monkeypatch.setattr(train_gpt2, "train_step", lose_folder)
-    with pytest.raises(UserError, match="was deleted or replaced during the run: start again"):
+    with pytest.raises(UserError, match=r"was not written .*No such file"):
         run_here(tiny, run_id="r", save_every=2)
-    if how == "deleted":
-        assert not folder.exists()
-        return
-    assert list(content(folder).values()) == list(content(tmp_path / "moved").values())
+    assert not folder.exists()
 
 
 HALF = {"run_id": "half", "resume": "auto"}
@@ -766,4 +759,4 @@ def test_a_file_system_without_locks_is_only_warned_about(tiny, monkeypatch, cap
 def test_another_number_of_threads_is_a_warning(half, monkeypatch, capsys):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     run_here(half)
-    assert "warning: saved with 1 threads, so the last bits" in capsys.readouterr().out
+    assert "warning: saved with 1 threads" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Print what each change does to the loss of preset `small`, in pairs of runs with equal seeds.
 
-    python table.py
+python table.py
 """
 
 import math

@@ -162,9 +162,9 @@ def write_script(name):
             settings.append(change)
             continue
         file, old, new = change
-        source = (folder / file).read_text()
+        source = (folder / file).read_text(encoding="utf-8")
         assert old in source, f"{name}: {old!r} is not in {file}"
-        (folder / file).write_text(source.replace(old, new))
+        (folder / file).write_text(source.replace(old, new), encoding="utf-8")
     return settings
 
 
@@ -202,7 +202,8 @@ def train(name, seed, data):
     run = runlog.read(log)
     if run.finished:  # not if a signal stopped it
         (HERE / "logs").mkdir(exist_ok=True)
-        (HERE / "logs" / log.name).write_text(shortened(log.read_text()))
+        text = shortened(log.read_text(encoding="utf-8"))
+        (HERE / "logs" / log.name).write_text(text, encoding="utf-8")
         print(f"{stem}: {run.val_loss}", flush=True)
 
 

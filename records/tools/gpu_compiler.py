@@ -287,7 +287,7 @@ def on_gpu(args, recipe, world_size, running):
             micro_batch_size=sizes[-1],
             fixed={},
             log=None,
-            stop=train_gpt2.StopRequest(),
+            stop_request=train_gpt2.StopRequest(),
         )
         # compile_model raises this when it reads the training loss, after all graphs are compiled.
         with contextlib.suppress(fake_tensor.DataDependentOutputException):

@@ -85,7 +85,7 @@ def profile_run(args, recipe, stop):
     def finish(profiler):
         names = {"ProfilerStep*", *(part for *_, part in parts)}
         write_results(run, profiler, names, PROFILED)
-        stop.requested = True  # ends the training loop
+        stop.received = True  # ends the training loop
 
     in_turn = schedule(wait=1, warmup=WARM_UP, active=PROFILED, repeat=1)
     with (
