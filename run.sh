@@ -92,12 +92,15 @@ fi
 gpus=0
 if [[ " $* " != *" --preset"[=\ ]"cpu "* ]]; then
     gpus=$("$python" -c "
-import glob
+import glob, sys
+count = 0
 if any(map(glob.glob, ('/dev/nvidia*', '/dev/nvhost*', '/dev/kfd', '/dev/dxg'))):
     import torch
-    print(torch.cuda.device_count())
-else:
-    print(0)")
+    count = torch.cuda.device_count()
+    if not count:
+        advice = 'install a CUDA build or a newer driver; training on the CPU now'
+        print(f'run.sh: torch {torch.__version__} finds no GPU here: {advice}', file=sys.stderr)
+print(count)")
 fi
 settings=()
 [ -n "$word" ] || [ "$gpus" -gt 0 ] || settings+=(--preset=cpu)  # a later --preset wins

@@ -13,7 +13,7 @@ import pytest
 import report
 import runlog
 import torch
-from conftest import ROOT, TINY, run_tool
+from conftest import ROOT, SCRIPT, TINY, run_tool
 from matplotlib.figure import Figure
 
 from train_gpt2 import PRESETS, Hyperparameters, main
@@ -327,7 +327,7 @@ def test_the_first_run_says_which_loss_to_expect():
     runs = [runlog.read(path) for path in ROOT.glob(first_run.RECORDED)]
     losses = [run.val_loss for run in runs]
     assert len(losses) == 5
-    expected = f"expected: {np.mean(losses):.3f}; 5 seeds reached {min(losses):.3f} to "
+    expected = f"expected: about {np.mean(losses):.3f}; 5 seeds reached {min(losses):.3f} to "
     assert first_run.expectation(runs[0]).startswith(expected)
     settings = Hyperparameters(**PRESETS["cpu"])
     for name in runs[0].settings.keys() - {"run_id", "seed", "dtype", "val_tokens"}:
@@ -340,10 +340,41 @@ def test_the_first_run_says_which_loss_to_expect():
         assert first_run.expectation(other).startswith("no recorded run has these settings")
 
 
-def test_links_of_the_records_exist():
-    for readme in [ROOT / "README.md", *ROOT.glob("records/**/README.md")]:
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", readme.read_text()):
-            assert target.startswith("http") or (readme.parent / target).exists(), (readme, target)
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("records/**/*.md"))]
+RESULTS = {  # {name in README: its logs}
+    "--preset=cpu": "2026-11-28_First_run/cpu_seed*.txt",
+    "modern --preset=small": "2026-11-27_Plain_core/small/after_seed*.txt",
+    "modern --preset=text": "2026-11-28_First_run/text/text_seed*.txt",
+}
+
+
+def anchors_of(page):
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[f"{page.relative_to(ROOT)}" for page in PAGES])
+def test_links_and_anchors_exist(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors_of(path / "README.md" if path.is_dir() else path), anchor
+
+
+def test_the_readme_shows_the_losses_and_the_lines_that_exist():
+    text = (ROOT / "README.md").read_text()
+    lines = SCRIPT.read_text().splitlines()
+    core = next(i for i, line in enumerate(lines) if line.startswith("# ---- Machinery"))
+    assert f" Read {core} lines: " in text and f" The other {len(lines) - core}, " in text
+    for name, logs in RESULTS.items():
+        losses = [runlog.read(path).val_loss for path in sorted(ROOT.glob(f"records/{logs}"))]
+        each = ", ".join(f"{loss:.4f}" for loss in losses)
+        [row] = [line for line in text.splitlines() if line.startswith(f"| [`{name}`]")]
+        assert row.endswith(f" | {np.mean(losses):.4f} | {each} |"), name
 
 
 def test_stale_tables_are_noticed_and_renewed(tmp_path, monkeypatch, capsys):

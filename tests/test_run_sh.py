@@ -234,7 +234,7 @@ def test_a_slurm_job_is_requeued_if_a_signal_has_stopped_it(
     names = ["JOB_ID", "CPUS_PER_TASK", "PROCID", "NTASKS", "LOCALID", "NTASKS_PER_NODE"]
     environment = {f"SLURM_{name}": "1" for name in names} | {"SLURM_JOB_NAME": "mine"}
     done = subprocess.run(
-        ["bash", ROOT / "records/2026-11-25_Slurm/train.sbatch"],
+        ["bash", ROOT / "records/2026-11-25_Slurm_requeue/train.sbatch"],
         env=environment | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SRUN": srun_status},
         cwd=tmp_path,
         capture_output=True,

@@ -272,7 +272,7 @@ class ModernGPT(nn.Module):
 
     The input of a block is a learned weighted sum of the residual stream, the token embeddings (x0)
     and the n-gram embeddings. Activations and embedding tables have the given dtype; other weights
-    are float32. records/2026-11-26_Modern_2026 lists the source of each part, one of records 8 to
+    are float32. records/2026-11-26_Modern_model lists the source of each part, one of records 8 to
     77 of https://github.com/KellerJordan/modded-nanogpt.
     """
 

@@ -9,7 +9,7 @@ from runlog import MAY_VARY, ROOT, command, read, run_child
 
 RECORDED = "records/2026-11-28_First_run/cpu_seed*.txt"
 NEXT = """
-Next, train the recipe of 2026 on English, or on a text of your own:
+Next, train the modern model on English, or on a text of your own:
 
     bash run.sh modern --preset=small
     bash run.sh pack YOUR_TEXT.txt --out data/mine && bash run.sh modern --preset=text"""
@@ -35,8 +35,8 @@ def expectation(run):
     losses = [each.val_loss for each in recorded if experiment(each) == experiment(run)]
     if not losses:
         return "no recorded run has these settings and this validation data"
-    low, high = min(losses), max(losses)
-    return f"expected: {np.mean(losses):.3f}; {len(losses)} seeds reached {low:.3f} to {high:.3f}"
+    reached = f"{len(losses)} seeds reached {min(losses):.3f} to {max(losses):.3f}"
+    return f"expected: about {np.mean(losses):.3f}; {reached}"
 
 
 def experiment(run):

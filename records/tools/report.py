@@ -164,7 +164,7 @@ def draw(groups, path):
     axes = figure.subplots()
     for i, (name, own) in enumerate(groups.items()):
         for run in own:
-            for kind, style in ("train", ":"), ("val", "o-"):
+            for kind, style in ("train", "-"), ("val", "o--"):
                 steps, losses = curve(run, kind)
                 millions = steps * run.tokens_per_step / 1e6
                 axes.plot(millions, losses, style, color=f"C{i}", linewidth=1, markersize=4)
@@ -176,7 +176,7 @@ def draw(groups, path):
         axes.axhline(target, linestyle="--", color="black", label=f"target {target:g}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9, loc="upper right")
-    axes.set_title("validation loss (solid) and training loss (dotted, averaged)", fontsize=11)
+    axes.set_title("training loss (lines, averaged) and validation loss (points)", fontsize=11)
     figure.savefig(path, dpi=90)
 
 
