@@ -44,7 +44,7 @@ import tiktoken
 from tqdm import tqdm
 
 HASH_SPLIT_ABOVE = 10  # if there are more documents than this, whole ones are held out, by hash
-DOCUMENTS_AT_ONCE = 1000  # that the cores share
+DOCUMENTS_AT_ONCE = 1000  # tokenized in parallel
 END_OF_TEXT = "<|endoftext|>"  # within a text, these characters are packed as plain text
 # A shard is a header of 256 int32 values (magic number, version, number of tokens, zeros), then the
 # tokens as uint16.

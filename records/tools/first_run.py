@@ -30,7 +30,7 @@ def chart(losses, width=64, height=12):
 
 
 def expectation(run):
-    """Return what recorded runs with the same settings and data reached, as text."""
+    """Return the losses of recorded runs with the same settings and data, as text."""
     recorded = [read(path) for path in sorted(ROOT.glob(RECORDED))]
     losses = [each.val_loss for each in recorded if experiment(each) == experiment(run)]
     if not losses:
@@ -40,7 +40,7 @@ def expectation(run):
 
 
 def experiment(run):
-    """Return what must be equal for losses to be comparable, up to rounding."""
+    """Return the settings and the data on which the loss depends, up to rounding."""
     names = run.settings.keys() - MAY_VARY - {"dtype"}
     return {name: run.settings[name] for name in names}, run.facts.get("val_data")
 

@@ -94,7 +94,7 @@ def add_checkpointing(kind):
 class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     """A model with the embedding wte and the output head lm_head, such as GPT or ModernGPT.
 
-    There is no cache of keys and values: generation computes the whole text anew for each token.
+    There is no cache of keys and values, so generation recomputes the whole text for each token.
     """
 
     config_class = GPT2SpeedrunConfig
@@ -209,7 +209,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         return results
 
     def last_hidden_state(self, input_ids, **arguments):
-        """Return what the head reads, (B, T, C), as a BaseModelOutput. Arguments: see forward.
+        """Return the input of the head, (B, T, C), as a BaseModelOutput. Arguments: see forward.
 
         Raises ValueError if the script's model does more with the head's output than to limit it
         by final_logit_softcapping.

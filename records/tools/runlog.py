@@ -164,9 +164,9 @@ def read_start(text):
 def read_starts(text):
     """Return the Starts of a log that count.
 
-    One that was killed in its header does not. A run that dies before its first checkpoint begins
-    anew, perhaps with another seed or script; what it has logged before does not count either,
-    unless it was a result.
+    A start that was killed in its header does not. If a run dies before its first checkpoint, it
+    starts again, perhaps with another seed or script. Then its earlier lines do not count either,
+    unless they have a result.
     """
     starts = []
     for part in f"\n{text}".split(f"\n{TITLE}")[1:]:
