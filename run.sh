@@ -6,7 +6,7 @@
 # bash run.sh pack INPUT... --out DIR    turn your own text into training data
 # bash run.sh TOOL [...]                 run a tool of records/tools: sample, evaluate, export, ...
 # bash run.sh test [...]                 run the test suite, or pytest with these arguments
-# Data are prepared first. A download of FineWeb asks, unless --yes is given. The environment
+# Data are prepared first. You are asked before FineWeb is downloaded, unless --yes is given. The environment
 # variables NPROC and PYTHON set the number of processes and the interpreter. data/ and logs/ are
 # relative to the current folder; .venv is beside run.sh.
 [ -n "${BASH_VERSION:-}" ] || { echo "run.sh: start it with: bash run.sh" >&2; exit 1; }
@@ -26,12 +26,12 @@ case $command in
         fail "$command is neither a setting (--name=value) nor a tool: see the top of run.sh" ;;
 esac
 
-# ---- Packages: those of $PYTHON or, if one is missing, those of .venv, where they are installed
+# ---- Packages: use $PYTHON if it has all of them, else .venv, and install what is missing there
 requirements=requirements.txt
 [[ ! $command =~ ^(report|compare|repeat|export|test)$ ]] || requirements+=" records/requirements.txt"
 [ "$command" != test ] || requirements+=" tests/requirements.txt"
 names=$(cd "$root" && grep -hv ';' $requirements | grep -o '^[a-z][a-z_-]*' || true)
-missing() {  # print what an interpreter lacks first
+missing() {  # print the first package that an interpreter lacks, from the last line of a traceback
     "$1" -c "import sys
 from importlib.metadata import version
 for name in sys.argv[1:]:
@@ -41,22 +41,23 @@ assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is old
 }
 is_new() { "$1" -c "import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null; }
 python=${PYTHON:-python3}
-is_new "$python" || fail "$python is no Python 3.10 or newer: install one, and set PYTHON to it"
+is_new "$python" || fail "$python is not Python 3.10 or newer: install it, and set PYTHON"
 if [ -n "$(missing "$python")" ]; then
     venv=$root/.venv
     is_new "$venv/bin/python" || "$python" -m venv --clear "$venv"
     if [ -n "$(missing "$venv/bin/python")" ]; then
         echo "$python: $(missing "$python"); installing the packages into $venv"
-        "$venv/bin/python" -m pip install -r "$root/${requirements##* }"  # includes the others
+        "$venv/bin/python" -m pip install -r "$root/${requirements##* }"  # the last file includes the others
     fi
     python=$venv/bin/python
 fi
 
-# By default, idle threads of libgomp busy-wait so long that they slow down training and others.
+# By default, idle threads of libgomp busy-wait so long that they slow down training and other programs.
 [ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 
-# PyTorch would start a thread for each core, even if a container may not use them all.
+# PyTorch would start a thread for each core, even in a container that is limited to a few.
 group=/sys/fs/cgroup
+# The quota and the period in microseconds: cgroup v2, or else v1.
 limits=$(cat $group/cpu.max $group/cpu/cpu.cfs_{quota,period}_us 2>/dev/null | tr '\n' ' ' || true)
 if [[ -z ${OMP_NUM_THREADS:-} && ${NPROC:-1} = 1 && $limits =~ ^([0-9]+)\ ([0-9]+) ]]; then
     threads=$((BASH_REMATCH[1] / BASH_REMATCH[2]))
@@ -88,7 +89,7 @@ if [ "${1:-}" = modern ]; then
     word=modern
     shift
 fi
-# Importing torch is slow, so it is only asked for GPUs if there is a driver of one.
+# Importing torch is slow, so ask it for GPUs only if a GPU driver is present.
 gpus=0
 if [[ " $* " != *" --preset"[=\ ]"cpu "* ]]; then
     gpus=$("$python" -c "
@@ -98,7 +99,7 @@ if any(map(glob.glob, ('/dev/nvidia*', '/dev/nvhost*', '/dev/kfd', '/dev/dxg')))
     import torch
     count = torch.cuda.device_count()
     if not count:
-        advice = 'install a CUDA build or a newer driver; training on the CPU now'
+        advice = 'install a build for it, or a newer driver; training on the CPU now'
         print(f'run.sh: torch {torch.__version__} finds no GPU here: {advice}', file=sys.stderr)
 print(count)")
 fi
@@ -125,6 +126,7 @@ else
     script=$root/train_gpt2.py
 fi
 [ "$processes" -gt 1 ] || exec "$python" "$script" "$@"
-# Under nohup, torchrun would still stop the run when the terminal is closed.
+# torchrun handles SIGHUP even under nohup, so a closed terminal would stop the run. trap -p prints
+# HUP if it has been ignored from the start. Then leave it out of torchrun's signals.
 [ -z "$(trap -p HUP)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$script" "$@"

@@ -6,11 +6,11 @@
     python train_gpt2.py --help                                 # all settings and presets
 
 This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
-github.com/KellerJordan/modded-nanogpt. It computes the same, except that the residual stream is
-bfloat16 and that a sequence may span two shards. It has not been run on a GPU yet. It needs Linux
-or macOS, torch 2.5 or newer, and numpy.
+github.com/KellerJordan/modded-nanogpt. The computation is the same, except that the residual stream
+is bfloat16 and that a sequence may continue in the next data file. It has not been run on a GPU
+yet: loss and time are those of the record. Needs Linux or macOS, torch 2.5 or newer, and numpy.
 
-Everything from Settings to Main is the experiment: read it and edit it. You can skip the Machinery.
+Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery below.
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Functions
 marked "Collective" must be called by every rank (torchrun process).
 """
@@ -40,7 +40,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
-# The log contains this source code. Read it now, in case it is edited while torch is imported.
+# The log contains this source code. Read it now, in case it is edited during the slow imports.
 SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
 START = time.perf_counter()  # before the slow imports, which count as setup
 
@@ -66,11 +66,11 @@ class Hyperparameters:
     """
 
     # Model
-    vocab_size: int = setting(50304, "vocabulary size; default: from the data's manifest.json")
+    vocab_size: int = setting(50304, "vocabulary size, unless the data have a manifest.json")
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(6, "attention heads; GPT-2 has 12, record 7 has 6")
     n_embd: int = setting(768, "model width")
-    dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "of matmuls; auto: by device")
+    dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "auto: bfloat16 if fast")
 
     # Training
     seed: int = setting(1337, "seed for initial weights, shuffling and so on")
@@ -80,24 +80,24 @@ class Hyperparameters:
     learning_rate: float = setting(0.0036, "AdamW learning rate for the embedding and head")
     muon_learning_rate: float = setting(0.00036, "Muon learning rate for all other matrices")
     muon_momentum: float = setting(0.95, "Muon momentum")
-    warmdown_fraction: float = setting(1450 / 5100, "final fraction of the steps, with decay to 0")
-    shuffle: bool = setting(False, "shuffle; each epoch cuts sequences at another offset")
+    warmdown_fraction: float = setting(1450 / 5100, "final part of the run, with decay to 0")
+    shuffle: bool = setting(False, "shuffle sequences, cut at a new offset in each epoch")
     init: str = setting("", "file with initial weights, such as model.pt")
-    val_tokens: int = setting(10485760, "validation tokens; 0: up to 2**18")
+    val_tokens: int = setting(10485760, "validation tokens; 0: all, but at most 2**18")
 
     # Files and machine. You may change these settings when you resume a run.
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "glob of validation shards")
     allow_repeat: bool = setting(False, "allow more than one epoch")
     val_loss_every: int = setting(125, "steps between validations; 0: only at the end")
-    target_val_loss: float = setting(3.28, "target, shown in the log; does not stop the run")
+    target_val_loss: float = setting(3.28, "only shown in the log; 0: no target")
     run_id: str = setting("", "name of the log and of the checkpoint folder; default: the time")
     log_dir: str = setting("logs", "folder of logs and checkpoints")
     save_every: int = setting(0, "steps between checkpoints; 0: only when a signal stops the run")
     keep_checkpoints: int = setting(2, "number of recent checkpoints to keep")
-    resume: Literal["", "auto"] = setting("", "auto: continue --run_id, if it has a checkpoint")
+    resume: Literal["", "auto"] = setting("", "auto: continue the run, if it has a checkpoint")
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = setting(64, "sequences per forward pass; lower it to save memory")
+    device_batch_size: int = setting(64, "most sequences per forward pass; less saves memory")
     compile: bool = setting(True, "use torch.compile; False starts sooner but trains more slowly")
     comm_timeout: int = setting(600, "timeout of collectives, in seconds")
 
@@ -115,7 +115,7 @@ MAY_CHANGE = {  # when a run is resumed; the data must be the same, but may be i
 PRESETS = {
     "record7": dict(),  # GPT-2 124M on FineWeb, for eight 80 GB GPUs
     "24gb": dict(device_batch_size=32),  # the same run on one 24 GB GPU
-    "cpu": dict(  # a small GPT for the bytes of PyTorch's source code, trained on two CPU cores
+    "cpu": dict(  # a small byte-level GPT, trained on PyTorch's source code on two CPU cores
         device="cpu", compile=False, vocab_size=257, n_layer=4, n_head=1, n_embd=128,
         train_files="data/torch_sources/train_*.bin", val_files="data/torch_sources/val_*.bin",
         batch_size=8, sequence_length=512, num_iterations=300, warmdown_fraction=0.5,
@@ -128,7 +128,7 @@ PRESETS = {
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
 def norm(x):
     """RMSNorm over the last dimension, without a gain."""
-    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # as for float32; bfloat16's default is large
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's eps; bfloat16's is too large
 
 
 class CastedLinear(nn.Linear):
@@ -141,7 +141,7 @@ class CastedLinear(nn.Linear):
 class Rotary(nn.Module):
     """Rotary position embedding: rotates each channel pair (i, i + D/2).
 
-    The angle is -position * frequencies[i], in radians. Source: https://arxiv.org/abs/2104.09864
+    By -position * frequencies[i] radians. Source, with another sign: arxiv.org/abs/2104.09864
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -227,8 +227,8 @@ class GPT(nn.Module):
     def forward(self, inputs, targets=None):
         """Return the mean cross-entropy in nats, or the logits (B, T, V) if targets is None.
 
-        Both are float32. inputs: (B, T) int64, T at most sequence_length. targets: the same shape;
-        entries of -1 are ignored.
+        The result is float32. inputs: (B, T) int64, T at most sequence_length. targets: the same
+        shape; entries of -1 are ignored.
         """
         x = self.wte(inputs).to(self.dtype)  # (B, T, C)
         for block in self.h:
@@ -239,19 +239,19 @@ class GPT(nn.Module):
 def loss_or_logits(x, head, targets=None, softcap=0.0):
     """Return the mean cross-entropy of the logits head(x), or the logits if targets is None.
 
-    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: 0, or a bound on the logits.
+    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: 0, or train_modern.py's bound.
     """
     if targets is None:
         return soft_capped(head(x), softcap)
-    # Under no_grad, detach: ctx.needs_input_grad would still be True for a parameter.
+    # Under no_grad, detach the parameter: otherwise, LinearCrossEntropy would compute gradients.
     weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
     return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), softcap)
 
 
 def soft_capped(logits, softcap):
-    """Return the logits in float32, limited to softcap * tanh(logits / softcap) if softcap > 0."""
+    """Return the logits in float32, or softcap * tanh(logits / softcap) if softcap > 0."""
     logits = logits.float()
-    if softcap:  # tanh(z) = 2 sigmoid(2 z) - 1, and the compiler fuses a sigmoid better
+    if softcap:  # written with tanh(z) = 2 sigmoid(2 z) - 1, because the compiler fuses it better
         logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
     return logits
 
@@ -269,19 +269,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
-        max_chunks = 2 if x.is_cuda else 8  # 2 is a guess, 8 was measured
-        # On CPUs, chunks of fewer than 512 x 50304 logits are slow (measured).
+        max_chunks = 2 if x.is_cuda else 8  # for GPUs, a guess
+        # On CPUs, more than 8 chunks, or fewer than 512 x 50304 logits each, are slow (measured).
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
         loss, grad_weight, grad_x = 0.0, 0.0, []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
-            logits = soft_capped(F.linear(x_i, cast_weight), softcap)
-            log_p = logits.log_softmax(-1)
+            capped = soft_capped(F.linear(x_i, cast_weight), softcap)
+            log_p = capped.log_softmax(-1)
             loss += F.nll_loss(log_p, targets_i, ignore_index=-1, reduction="sum") / count
             if needs_gradient:
                 one_hot = torch.arange(len(weight), device=x.device) == targets_i[:, None]
                 grad_logits = (log_p.exp() - one_hot.float()) * (targets_i != -1)[:, None] / count
-                if softcap:  # the derivative of tanh is 1 - tanh^2; logits / softcap is the tanh
-                    grad_logits *= 1 - (logits / softcap).square()
+                if softcap:  # the derivative of tanh is 1 - tanh^2
+                    grad_logits *= 1 - (capped / softcap).square()
                 grad_logits = grad_logits.type_as(x)
                 grad_x.append(grad_logits @ cast_weight)
                 grad_weight += (grad_logits.T @ x_i).float()
@@ -299,13 +299,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 def orthogonalize(G):
     """Return approximately U V^T for a matrix G = U S V^T, by five Newton-Schulz iterations.
 
-    G: (M, N), float32 or bfloat16; matmuls and the result have its dtype. X starts as G / |G|. With
+    G: (M, N), float32 or bfloat16, as are the matmuls and the result. X starts as G / |G|. With
     R = X X^T, an iteration sets X = a*X + b*R X + c*R R X, which maps each singular value s of X to
     a*s + b*s^3 + c*s^5. After five iterations, nearly all of them lie between 0.7 and 1.2.
     Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    # float64, because squares could overflow. Dividing by a 0-D tensor does not change G's dtype.
+    # The norm is float64, because squares could overflow. X has the dtype of G, as the norm is 0-D.
     X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
@@ -319,13 +319,14 @@ def orthogonalize(G):
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz, for matrices. The ranks divide the work.
 
-    lr: RMS of an update's entries. momentum: decay of the moving average of gradients. Matmuls have
-    the given dtype. Every rank must hold all parameters and their complete gradients.
+    lr: learning rate, the RMS of an update's entries. momentum: decay of the moving average of
+    gradients. dtype: dtype of the matmuls; the updates are rounded to bfloat16, to send half as
+    much. Every rank must hold all parameters and their complete gradients.
 
     Each matrix has a slot in a flat bfloat16 buffer of zeros. Each rank orthogonalizes some of the
     matrices and writes the updates into their slots. An all-reduce then gives all updates to every
-    rank; the sum is exact, because a slot is nonzero on only one rank. To use Muon in another
-    project, copy records/modern/muon.py instead.
+    rank; the sum is exact, because a slot is nonzero on only one rank. For other projects, copy
+    records/modern/muon.py, which needs nothing else.
     """
 
     def __init__(self, params, lr, momentum=0.95, rank=0, world_size=1, dtype=torch.bfloat16):
@@ -337,7 +338,7 @@ class Muon(torch.optim.Optimizer):
         """Collective: update all parameters in place."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            # Deal out the matrices by size, so that all ranks have about the same work.
+            # Sorted by size, because rank r takes every world_size-th matrix: about the same work.
             params.sort(key=torch.numel, reverse=True)
             sizes = [p.numel() for p in params]
             device = group["params"][0].device
@@ -351,14 +352,14 @@ class Muon(torch.optim.Optimizer):
                 # Every rank updates all momentum buffers, so that rank 0 can save them.
                 momentum_buffer.lerp_(p.grad, 1 - group["momentum"])
                 if i % self.world_size == self.rank:
-                    # With the usual M = momentum * M + gradient, this is Nesterov's gradient +
-                    # momentum * M, times 1 - momentum. orthogonalize() ignores the factor.
+                    # momentum_buffer is (1 - momentum) * M, if M = momentum * M + grad. So this is
+                    # Nesterov's grad + momentum * M, times a factor that orthogonalize() cancels.
                     direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])
                     update.copy_(orthogonalize(direction.to(self.dtype)))
             if self.world_size > 1:
                 dist.all_reduce(buffer)
             for p, update in zip(params, updates):
-                scale = max(p.shape) ** 0.5  # U V^T has an RMS of 1 / sqrt(max(M, N))
+                scale = max(p.shape) ** 0.5  # the RMS of U V^T is 1 / sqrt(max(p.shape))
                 p.add_(update, alpha=-group["lr"] * scale)
 
 
@@ -383,7 +384,7 @@ def shard_size(path):
 
 
 class TokenStream:
-    """The tokens of all shards that match a glob, sorted by name and repeated endlessly.
+    """The tokens of all shards that match a glob, in the order of file names, repeated endlessly.
 
     The files stay open, so replacing one does not affect the run. Raises UserError if no file
     matches, if a file is not a complete shard or, in read(), if a token is not in the vocabulary.
@@ -394,7 +395,7 @@ class TokenStream:
         folder, name = os.path.split(pattern)
         self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            fix = "prepare the data, for example with data/fineweb.py (folders take no wildcards)"
+            fix = "prepare the data, for example with data/fineweb.py; only files take wildcards"
             raise UserError(f"no file matches {pattern!r}: {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
@@ -424,7 +425,7 @@ class TokenStream:
         return np.concatenate(parts)
 
     def checksums(self):
-        """Return (size, crc32) of each shard. Large shards are sampled in about 128 places."""
+        """Return (size, crc32) of each shard. Large shards are sampled at about 128 places."""
         part_size = 2**16
         checksums = []
         for start, size in zip(self.starts, self.sizes):
@@ -440,8 +441,8 @@ class TokenStream:
 class DistributedDataLoader:
     """The training batches. A batch depends only on the data, the seed and the step.
 
-    Each rank takes an equal part of the global batch, so the tokens of a step do not depend on the
-    number of ranks.
+    The ranks split a global batch into consecutive equal parts, so a step trains on the same tokens
+    with any number of ranks.
     """
 
     stream: TokenStream
@@ -509,7 +510,7 @@ def build_optimizers(model, args):
 
 
 def apply_schedule(model, optimizers, step, args):
-    """Set the learning rates of a step: constant, then a linear decay to 0."""
+    """Set the learning rates of a step: constant, then a linear decay to 0. Ignores model."""
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
     scale = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
     for optimizer in optimizers:
@@ -518,7 +519,7 @@ def apply_schedule(model, optimizers, step, args):
 
 
 class Recipe(NamedTuple):
-    """The parts that another script can replace, such as records/modern/train_modern.py."""
+    """The parts that another script, such as records/modern/train_modern.py, can replace."""
 
     script: str  # the path of the script, relative to the folder of train_gpt2.py
     sources: dict  # {file name: text} of the script's files, for the log
@@ -541,11 +542,11 @@ RECIPE = Recipe(
 
 
 def train_step(run, inputs, targets):
-    """Collective: take one optimizer step. Return a dict of 0-D tensors to log.
+    """Collective: take one optimizer step. Return a dict of 0-D tensors.
 
-    inputs, targets: (B, T) int64, this rank's part of the global batch. The dict must have "loss"
-    and "stops", the number of ranks that got a signal. train() logs all other entries. Does
-    not wait for the GPU.
+    run: a Run (see Main). inputs, targets: (B, T) int64, this rank's part of the global batch.
+    train() needs "loss" and "stops" (the number of ranks that got a signal), and logs any entries
+    that you add. Does not wait for the GPU.
     """
     # Reseed, so that randomness such as dropout depends only on the seed, the step and the rank.
     seed = np.random.SeedSequence((run.args.seed, run.step, get_rank()))
@@ -566,7 +567,7 @@ def train_step(run, inputs, targets):
     sums = torch.stack([loss, stop])
     if get_world_size() > 1:
         dist.all_reduce(sums)
-    return dict(loss=sums[0], stops=sums[1])  # to log the norm, add grad_norm=norm
+    return dict(loss=sums[0], stops=sums[1])  # to log more, add for example grad_norm=...
 
 
 def sum_gradients(model):
@@ -591,7 +592,7 @@ def evaluate(run):
     size = run.micro_batch_size
     for x, y in zip(inputs.split(size), targets.split(size)):
         sequences = len(x)
-        # Pad the last micro-batch with ignored rows, because a new shape would be compiled.
+        # Pad the last micro-batch with ignored rows, because a new shape would be recompiled.
         padding = (0, 0, 0, size - sequences)
         x, y = F.pad(x, padding), F.pad(y, padding, value=-1)
         total += run.model(x, y).double() * sequences
@@ -602,7 +603,7 @@ def evaluate(run):
 
 
 def validate(run):
-    """Collective: set run.val_loss and log it. If the data repeat, save the best weights."""
+    """Collective: set run.val_loss and log it. In runs of several epochs, save the best weights."""
     with run.log.timed("validation"):
         run.val_loss = evaluate(run)
         check_weights_agree(run.model)
@@ -626,8 +627,8 @@ def train(run):
             run.step += 1
             try:
                 batch = run.train_loader.batch(run.step)  # the next, read while the GPU is busy
-            except UserError:  # the disk of the data has failed
-                save_checkpoint(run)  # only rank 0 writes it, without waiting for others
+            except UserError:  # a shard cannot be read
+                save_checkpoint(run)  # not collective; writes if this is rank 0
                 raise
             values = {name: tensor.item() for name, tensor in results.items()}  # waits for the GPU
         loss = values.pop("loss")
@@ -635,7 +636,7 @@ def train(run):
         run.log.progress(run.step, "train_loss", loss, values)
         if args.save_every and run.step % args.save_every == 0:
             save_checkpoint(run)
-    if not run.stopped:  # a Recipe's schedule may also change the model, which is validated
+    if not run.stopped:  # apply_schedule may also change the model (that of another Recipe does)
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
@@ -652,11 +653,11 @@ class Run:
     optimizers: list
     train_loader: DistributedDataLoader
     validation: np.ndarray  # this rank's sequences, (sequences, T + 1) uint16
-    micro_batch_size: int  # sequences per forward pass
-    fixed: dict  # settings, and checksums of the data, that may not change when it is resumed
+    micro_batch_size: int  # sequences per forward pass: a divisor of the rank's batch
+    fixed: dict  # settings and facts about the data that must be the same in a resumed run
     log: "Log"
     stop_request: "StopRequest"  # tells whether this rank got a signal
-    lock: object = None  # the open and locked file run.lock, on rank 0
+    lock: object = None  # on rank 0, the open file run.lock of the folder, which is locked
     step: int = 0  # optimizer steps taken
     stopped: bool = False  # some rank got a signal, so all ranks stop
     finished: bool = False  # nothing is left to do, because model.pt exists
@@ -679,8 +680,8 @@ def set_up(args, recipe, stop_request):
     dtype = choose_dtype(args, device)
     # Replace "auto" and other placeholders with actual values, so that the log shows them.
     args = dataclasses.replace(args, dtype=dtype, run_id=from_rank_0(run_id), val_tokens=val_tokens)
-    facts = data_facts | dict(torch=torch.__version__, source=digest(recipe.sources))
-    check_ranks_agree(vars(args) | facts, fix="start all ranks in the same way")
+    versions = dict(torch=torch.__version__, source=digest(recipe.sources))
+    check_ranks_agree(vars(args) | data_facts | versions, fix="start all ranks in the same way")
     torch.manual_seed(args.seed)
     model = recipe.build_model(args, getattr(torch, dtype)).to(device)
     optimizers = recipe.build_optimizers(model, args)
@@ -716,7 +717,7 @@ def main(args, recipe=RECIPE, stop_request=None):
     """
     run = set_up(args, recipe, stop_request or StopRequest())
     claim_folder(run)
-    origin = restore(run)  # also sets run.step and run.finished
+    origin = restore(run)  # a line for the log; sets run.step and run.finished
     if run.finished:
         run.log(origin)
         return None
@@ -756,7 +757,7 @@ def check_settings(args):
 
 
 def check_at_least(args, low, names):
-    """Raise UserError unless low <= setting < 2**63, for settings named in a string."""
+    """Raise UserError unless low <= setting < 2**63. names: separated by spaces."""
     for name in names.split():
         if not low <= getattr(args, name) < 2**63:  # False for NaN
             raise UserError(f"{name}={getattr(args, name)} must be from {low} to 2**63")
@@ -832,7 +833,7 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # that an epoch must have
     if max_steps < needed_steps:
         fix = "add data, lower --num_iterations or --batch_size, or pass --allow_repeat=True"
         raise UserError(f"{args.train_files!r} has tokens for only {max_steps} steps: {fix}")
@@ -843,7 +844,7 @@ def open_data(args, device):
     usable = (val_stream.total_tokens - 1) // T * T
     if usable == 0:
         raise UserError(f"{args.val_files!r} has at most {T} tokens: lower --sequence_length")
-    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))  # whole sequences
+    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))  # 0: about 2**18
     if val_tokens % T or val_tokens > usable:
         limit = f"a multiple of sequence_length={T} up to {usable} for {args.val_files!r}"
         raise UserError(f"val_tokens={val_tokens} must be {limit}, or 0")
@@ -868,7 +869,7 @@ def choose_device(args):
     gpus = torch.cuda.device_count()
     if args.device == "cpu" or (args.device == "auto" and gpus == 0):
         return torch.device("cpu")
-    # If there is one GPU, use it: some launchers show each process only its own, as number 0.
+    # Use a single GPU: some launchers make only one visible to each process, as GPU 0.
     index = int(os.environ.get("LOCAL_RANK", "0")) if gpus > 1 else 0
     if index >= gpus or not torch.cuda.is_available():
         fix = "start fewer processes, check the driver, or pass --device=cpu"
@@ -892,15 +893,15 @@ def choose_dtype(args, device):
 
 def configure_cpu(args):
     """Set PyTorch's global options for training on a CPU."""
-    # MKL's first call is inaccurate if several threads make it, so make it with one element, on one
-    # thread: github.com/pytorch/pytorch/issues/188792
+    # The first call of a function of MKL may be inaccurate if several threads make it. Call each
+    # with one element, on one thread: github.com/pytorch/pytorch/issues/188792
     for function in torch.cos, torch.sin, torch.sqrt:
         function(torch.ones(1))
     # Despite their names, these options affect CPUs. For sequences of up to 512 tokens, unfused
-    # attention with scores in bfloat16 is faster than flash attention (measured).
+    # attention is faster than flash attention (measured), if its scores stay in bfloat16.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    # Sum the gradients of repeated tokens in a fixed order, so that runs are bit-reproducible.
+    # Sum an embedding's gradients in a fixed order, so that runs are bit-reproducible.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # filling takes time
     if args.compile:
@@ -909,7 +910,7 @@ def configure_cpu(args):
 
         # Recompute some activations in the backward pass: cheaper on a CPU than loading them.
         functorch_config.activation_memory_budget = 0.7
-        inductor_config.cpp.vec_isa_ok = True  # do not test-compile vector instructions
+        inductor_config.cpp.vec_isa_ok = True  # skip a test of the compiler
 
 
 def compile_model(run):
@@ -920,7 +921,7 @@ def compile_model(run):
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
-    targets = torch.zeros_like(inputs)  # not `inputs`: one tensor for both is a special case
+    targets = torch.zeros_like(inputs)  # two tensors, or it would be recompiled in training
     try:
         with torch.no_grad():
             run.model.eval()(inputs, targets)
@@ -944,7 +945,7 @@ def device_name(device):
 
 
 def peak_memory(device):
-    """Return peak memory in MiB: allocated by PyTorch on a GPU, resident on a CPU."""
+    """Return the peak memory in MiB: of PyTorch on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -971,7 +972,7 @@ def join_ranks(args):
         torch.cuda.set_device(device)
     counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # set by srun or mpirun
     if "RANK" not in os.environ and any(os.environ.get(name, "1") != "1" for name in counts):
-        raise UserError("srun or mpirun started several separate processes: start them by torchrun")
+        raise UserError("srun or mpirun started several separate processes: use torchrun instead")
     if "RANK" in os.environ and not dist.is_initialized():
         try:
             timeout = timedelta(seconds=args.comm_timeout)
@@ -981,7 +982,7 @@ def join_ranks(args):
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             group = dict(store=store, rank=rank, world_size=world_size)
             dist.init_process_group(backend, timeout=timeout, device_id=gpu, **group)
-        except (ValueError, RuntimeError, OverflowError) as error:  # such as no MASTER_ADDR
+        except (ValueError, RuntimeError, OverflowError) as error:  # MASTER_ADDR is missing, ...
             fix = "use torchrun with one process per GPU, and check the network settings"
             raise UserError(f"cannot join the other ranks ({error}): {fix}") from None
     return device
@@ -1012,8 +1013,8 @@ def check_ranks_agree(values, fix):
 
 def check_weights_agree(model):
     """Collective: raise UserError on a rank whose weights differ from those of rank 0."""
-    patterns = (p.detach().float().view(torch.int32) for p in model.parameters())
-    checksum = sum(pattern.sum(dtype=torch.int32) for pattern in patterns)  # modulo 2**32
+    bits = (p.detach().float().view(torch.int32) for p in model.parameters())
+    checksum = sum(tensor.sum(dtype=torch.int32) for tensor in bits)  # modulo 2**32
     check_ranks_agree(dict(weights=checksum.item()), fix="check the hardware, and resume")
 
 
@@ -1038,7 +1039,7 @@ class StopRequest:
             if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal may be closed
                     os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
-        # Not at once, because torchrun repeats a Ctrl-C. The kernel repeats SIGXCPU every second.
+        # torchrun repeats a Ctrl-C within a second, and the kernel repeats SIGXCPU every second.
         elif number != signal.SIGXCPU and time.monotonic() - self.first_time > 1:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -1051,7 +1052,7 @@ class Log:
     def __init__(self, args):
         self.path = Path(args.log_dir, f"{args.run_id}.txt")
         self.num_iterations = args.num_iterations
-        self.is_open = False  # claim_folder sets this, on rank 0
+        self.may_write = False  # claim_folder sets this, on rank 0
         self.seconds = Counter()  # {phase: seconds}
 
     def __call__(self, text):
@@ -1063,7 +1064,7 @@ class Log:
 
     def write(self, text):
         """Append the lines to the file, all or nothing. Raises UserError if that fails."""
-        if not self.is_open:
+        if not self.may_write:
             return
         data = f"{text}\n".encode(errors="backslashreplace")
         with open(self.path, "ab", buffering=0) as file:  # reopened, in case an editor replaced it
@@ -1073,11 +1074,11 @@ class Log:
             except OSError:
                 written = 0
             if written < len(data):  # the disk is full
-                file.truncate(size)  # a part of a number could look like a result
+                file.truncate(size)  # a number that is cut off could look like a result
                 raise UserError(f"{self.path} cannot be written: free disk space, then resume")
 
     def progress(self, step, name, loss, others=None):
-        """Log a loss after `step` steps, the training time so far, and a dict of other values."""
+        """Log a loss after `step` steps, the time so far, and other values. Raises if it is NaN."""
         ms = 1000 * self.seconds["train"]
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         more = "".join(f" {other}:{value:.4g}" for other, value in (others or {}).items())
@@ -1113,7 +1114,7 @@ def log_header(run, origin):
         f"val_tokens:{args.val_tokens} train_tokens:{run.train_loader.stream.total_tokens} {data}",
     ]
     log("\n".join([*lines, origin]))
-    log.seconds["setup"] = time.perf_counter() - START
+    log.seconds["setup"] = time.perf_counter() - START  # it ends here
 
 
 def log_summary(run):
@@ -1137,7 +1138,7 @@ def log_summary(run):
 def save(run, name, **more):
     """Write weights, settings and `more` to a file in the run's folder, atomically, on rank 0.
 
-    All ranks call it, without waiting. Raises UserError if it fails or if a tensor is not finite.
+    Not collective: no rank waits. Raises UserError if it fails or if a tensor is not finite.
     """
     path, partial = run.folder / name, run.folder / "partial"
     state = dict(
@@ -1170,12 +1171,11 @@ def save(run, name, **more):
 
 
 def save_checkpoint(run):
-    """Collective: save what a run needs to resume, and delete old checkpoints."""
+    """On rank 0, save what a run needs to resume, and delete old checkpoints. Not collective."""
     path = run.folder / f"state_step{run.step:010d}.pt"
     save(run, path.name, optimizers=[o.state_dict()["state"] for o in run.optimizers])
     if get_rank() == 0:
-        # If the newest files were damaged, the run was resumed from an older one. Do not count the
-        # damaged ones, which have higher steps.
+        # Later checkpoints are damaged, or the run would have resumed from them. Do not count them.
         earlier = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in earlier[: -run.args.keep_checkpoints]:
             old.unlink()
@@ -1187,14 +1187,14 @@ def checkpoints_in(folder):
 
 
 def read_pt(path):
-    """Return the dict in a file that save() wrote."""
+    """Return the dict that save() wrote to a file. Raises UserError if the file is damaged."""
     try:
         with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file
             damaged_part = archive.testzip()  # compares checksums
             attributes = [info.external_attr for info in archive.infolist()]
-        # Attributes are 0. If one is damaged, torch.load may return uninitialized memory.
+        # Checksums omit attributes, which are 0. With others, torch.load may return random memory.
         if damaged_part is not None or any(attributes):
-            raise ValueError("a checksum is wrong")
+            raise ValueError("it is damaged")
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code in the file
         if not {"script", "source", "fixed", "threads", "step", "model"} <= state.keys():
             raise ValueError("another version of the script saved it")
@@ -1207,7 +1207,7 @@ def read_pt(path):
 def claim_folder(run):
     """On rank 0, create the run's folder, lock it until the process ends, and open the log.
 
-    Raises UserError if it belongs to something else, is in use, or has weights to be overwritten.
+    Raises UserError if it is not a run's, is in use, or has weights that would be overwritten.
     """
     if get_rank() != 0:
         return
@@ -1218,7 +1218,7 @@ def claim_folder(run):
         raise UserError(f"{folder} or {run.log.path} was not created by this script: {fix}")
     folder.mkdir(parents=True, exist_ok=True)
     run.lock = open(lock_path, "a")
-    run.log.is_open = True
+    run.log.may_write = True
     try:
         fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -1233,7 +1233,7 @@ def claim_folder(run):
 
 
 def restore(run):
-    """Collective: with --resume=auto, load the run's newest file; otherwise load --init, if given.
+    """Collective: load the run's newest file if --resume=auto finds one, else --init, if given.
 
     Return a line for the log that says where the weights come from.
     """
@@ -1250,19 +1250,19 @@ def restore(run):
         if run.finished:
             return f"{path} is the result of this run; nothing to do"
         if run.device.type == "cpu" and state["threads"] != torch.get_num_threads():
-            run.log(f"warning: saved with {state['threads']} threads; the last digits may differ")
+            run.log(f"warning: saved with {state['threads']} threads; losses may differ slightly")
         for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
             # Load only the state, and keep the param_groups that build_optimizers has just made.
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
         expected = {name: run.fixed[name] for name in ("n_head", "encoding")}
-        load_weights(run, run.args.init, expected)  # load_state_dict checks the other sizes
+        load_weights(run, run.args.init, expected)  # the shapes of weights do not show these two
     return f"starting from {run.args.init or 'new weights'}"
 
 
 def newest_file(run):
-    """Return the path of model.pt or of the newest undamaged checkpoint, or None without any."""
+    """Return the path of model.pt or of the newest undamaged checkpoint, or None."""
     candidates = [*checkpoints_in(run.folder), *run.folder.glob("model.pt")]
     for path in reversed(candidates):
         try:
@@ -1276,7 +1276,7 @@ def newest_file(run):
 
 
 def load_weights(run, path, expected):
-    """Load the weights in a file, and return its content. Raises UserError if it does not match.
+    """Load the weights from a file and return its dict. Raises UserError if they do not fit.
 
     expected: what the file must have been saved with; None means unknown and matches anything.
     """
@@ -1285,7 +1285,7 @@ def load_weights(run, path, expected):
         run.log(f"warning: the script has changed since it saved {path}")
     differences = []
     for name, value in expected.items():
-        default = getattr(run.recipe.settings, name, None)  # if this setting is newer than the file
+        default = getattr(run.recipe.settings, name, None)  # for a setting newer than the file
         saved = state["fixed"].get(name, default)
         if value != saved and None not in (value, saved):
             differences.append(f"{name}={saved} (here {value})")
@@ -1323,7 +1323,6 @@ def describe_failure(error):
     # On a CPU, PyTorch raises a plain RuntimeError that names its allocator.
     if out_of_memory or "DefaultCPUAllocator" in str(error):
         return "out of memory: lower --device_batch_size or, if it is 1, --sequence_length"
-    # gloo raises a plain RuntimeError when a connection is lost.
     is_lost = isinstance(error, RuntimeError) and re.search("gloo|pair closure", str(error))
     if dist.is_initialized() and is_lost:
         return "lost the connection to another rank; see its message or torchrun's summary"

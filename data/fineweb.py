@@ -4,9 +4,10 @@
     python data/fineweb.py --part=20000000       # the first 20M tokens of the first training shard
 
 A shard holds 100M GPT-2 tokens in 0.2 GB. Record 7 reads 27 training shards. The script asks before
-it downloads, unless --yes is given. huggingface_hub retries, resumes and checks the size of
-what arrives: a shard gets its name only when it is complete. Shards that are already there are
-kept, unless they were changed. After an error or an interruption, run the same command again.
+it downloads, unless --yes is given. huggingface_hub retries, resumes and checks the size of what
+arrives: a shard gets its name only when it is complete. Complete shards are kept; one that differs
+from the original is downloaded again. After an error or an interruption, run the same command
+again.
 """
 
 import argparse
@@ -29,7 +30,7 @@ SHARD_BYTES = HEADER_BYTES + 2 * SHARD_TOKENS
 
 
 def train_shard(number):
-    """Return the name of a training shard, which are numbered from 1."""
+    """Return the name of a training shard. Their numbers start at 1."""
     return f"fineweb_train_{number:06d}.bin"
 
 
@@ -39,7 +40,7 @@ def confirm(size, folder):
     question = f"Download {size} of FineWeb into {folder.resolve()}? [y/N] "
     if not (sys.stdin.isatty() and input(question).lower().startswith("y")):
         raise ValueError(
-            f"{size} of FineWeb were not downloaded: pass --yes to download them, or --preset=cpu "
+            f"FineWeb ({size}) was not downloaded: pass --yes to download them, or --preset=cpu "
             "to train without FineWeb"
         )
 
@@ -69,7 +70,7 @@ def download(folder, names, part):
             for name in names:
                 hf_hub_download(filename=name, local_dir=folder, **SOURCE)
     except Exception as error:  # of huggingface_hub, hf_xet, httpx or the disk
-        error = error.__cause__ or error  # "An error happened" hides the cause
+        error = error.__cause__ or error  # the cause says more than huggingface_hub's message
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"cannot download FineWeb from {constants.ENDPOINT} into {folder} ({reason}): check "
@@ -101,8 +102,13 @@ def main():
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("data/fineweb10B"), help="folder (data/fineweb10B)")
-    add("--shards", type=int, default=27, help="number of training shards (27, for record 7)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("data/fineweb10B"),
+        help="folder (default: data/fineweb10B)",
+    )
+    add("--shards", type=int, default=27, help="training shards (default: 27, for record 7)")
     add("--part", type=int, default=0, metavar="TOKENS", help="first tokens of one training shard")
     add("--yes", action="store_true", help="download without asking")
     args = parser.parse_args()

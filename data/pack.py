@@ -2,22 +2,24 @@
 
     python data/pack.py INPUT... --out DIR [--encoding bytes] [--val_fraction 0.1]
 
-An INPUT is a file, a folder, or - for standard input. Folders are read recursively, without hidden
-files, links to folders, and what is not a file, such as a named pipe. A .jsonl file holds one
-document per line and a .parquet file one per row (it needs pyarrow), both in the field
---text_field. A .bin file is a shard of tokens: FineWeb's, or one beside a manifest.json that names
-its encoding. Any other file is one document in UTF-8. Files may end in .gz or .xz.
+An INPUT is a file, a folder, or - for standard input. Folders are read recursively, except hidden
+files, links to folders and special files such as named pipes. A .jsonl file holds one document per
+line and a .parquet file (which needs pyarrow) one per row, both in the field --text_field. A .bin
+file is a shard of tokens: FineWeb's, or one beside a manifest.json that names its encoding. Any
+other file is one document in UTF-8. Files may end in .gz or .xz.
 
 Documents keep the order of the inputs; the files of a folder are sorted by relative path. Empty
 documents are left out. Each document starts with the end-of-text token. With --split_at TEXT,
 documents are split wherever TEXT occurs; TEXT and the whitespace around it are removed.
 
-A document is held out for validation if the hash of its text is below --val_fraction, so copies are
-on one side, and added documents do not move others. If documents differ so much in size that this
-holds out less than half or more than twice the fraction of the tokens, they are held out in the
-order of their hashes instead, except those that would exceed the fraction. If that is less than
-half of it, too, or if there are ten documents or fewer, the end of the whole text is held out. With
---by_name, only the hash of a file's relative path counts, whatever its text and its size.
+Validation data are chosen by the first of these rules that holds out between half and twice
+--val_fraction of the tokens:
+1. documents whose hash, as a fraction, is below --val_fraction; so copies are on one side, and
+   added documents do not move others
+2. documents in the order of their hashes, except those that would exceed the fraction
+3. the end of the whole text; the only rule if there are ten documents or fewer
+The hash is that of the text or, with --by_name, of the relative path. With --by_name, rule 1 counts
+whatever the size.
 
 The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json. It replaces all
 train_*.bin and val_*.bin of an earlier pack after all text has been tokenized. If a pack is killed
@@ -58,8 +60,8 @@ SHARD_TOKENS = 100_000_000  # the most in one shard
 def get_encoding(name):
     """Return the tiktoken.Encoding bytes, gpt2 or gpt2-N. Raises ValueError if it is unavailable.
 
-    gpt2-N is GPT-2's encoding cut to its first N tokens. It is a byte-pair encoding, too, because a
-    merge only uses earlier tokens. Token N ends a text.
+    gpt2-N is GPT-2's encoding cut to its first N tokens; its end-of-text token is N. It is still a
+    byte-pair encoding, because a merge uses only earlier tokens.
     """
     if name == "bytes":
         return tiktoken.Encoding(
@@ -117,7 +119,7 @@ def list_files(inputs, pattern="*", exclude=(), out=None):
                     continue
                 if name in exclude:
                     excluded.add(name)
-                elif file.is_file() or not file.exists():  # reading a broken link fails
+                elif file.is_file() or not file.exists():  # keep a broken link: reading it fails
                     files.append((name, file))
                 elif file.is_symlink() or not file.is_dir():
                     left_out.append(file)
@@ -148,15 +150,15 @@ def encoding_beside(folder, name):
 def read_shard(file, path):
     """Yield the texts of the documents in an open shard of tokens.
 
-    Raises ValueError or KeyError if it is incomplete, or its encoding unknown or a wrong one.
+    Raises ValueError or KeyError if it is incomplete, or if its encoding is unknown or wrong.
     """
     header = np.frombuffer(file.read(HEADER_BYTES), "<i4")
     content = file.read()
     if header[:3].tolist() != [SHARD_MAGIC, SHARD_VERSION, len(content) / 2]:
         raise ValueError(
-            f"it is not a complete shard of uint16 tokens, whose header begins with {SHARD_MAGIC}, "
-            f"{SHARD_VERSION} and their number: it has {header[:4].tolist()} and {len(content):,} "
-            "bytes of tokens (those of llama-3 take 4 bytes each)"
+            f"it is not a complete shard: it must begin with {SHARD_MAGIC}, {SHARD_VERSION} and "
+            f"the number of uint16 tokens, but begins with {header[:3].tolist()}, and "
+            f"{len(content):,} bytes follow (tokens of llama-3 shards take 4 bytes, not 2)"
         )
     name = encoding_beside(path.parent, path.name)
     if name is None:
@@ -169,7 +171,7 @@ def read_shard(file, path):
 
 
 def check_text(text):
-    """Raise ValueError if a file's content is probably no text, or not one document."""
+    """Raise ValueError if a file's content is probably not text, or not one document."""
     if "\0" in text:
         raise ValueError("it has a zero byte, as archives, images and UTF-16 do")
     if re.match(r'\{".*\}\r?\n\{"', text):
@@ -177,7 +179,7 @@ def check_text(text):
 
 
 def read_texts(path, ending, text_field):
-    """Yield the texts in a file, one for each line of a .jsonl file, even if it is empty.
+    """Yield the texts in a file. Empty lines of a .jsonl file yield "", so that lines are counted.
 
     ending: of the name without .gz or .xz. Raises many kinds of errors if the file is damaged.
     """
@@ -209,7 +211,7 @@ def ending_of(path):
 def read_documents(name, path, text_field="text"):
     """Yield (name, text) of the documents in a file that are not empty.
 
-    name: of the file; the documents of a .jsonl, .parquet or .bin file are named by their texts.
+    name: that of the file. Documents of .jsonl, .parquet and .bin files have their text as name.
     Raises ValueError if the file is damaged or is not text.
     """
     ending = ending_of(path)
@@ -252,8 +254,8 @@ def hash_of(text):
 def tokenize(documents, encoding):
     """Return the tokens of all documents, a list of (N,) uint16, and hashes, (documents, 2) uint64.
 
-    documents: iterator over (name, text), which are hashed in this order. tiktoken releases the
-    GIL, so all cores share the work.
+    documents: iterator over (name, text). The hashes are those of names and texts. tiktoken
+    releases the GIL, so all cores share the work.
     """
     tokens, hashes, separators = [], [], 0
     with ThreadPoolExecutor() as pool:
@@ -272,9 +274,10 @@ def tokenize(documents, encoding):
 
 # ---- Validation ----------------------------------------------------------------------------------
 def up_to(wanted, lengths, hashes):
-    """Return a mask of documents with at most `wanted` tokens: in the order of their hashes.
+    """Choose documents with at most `wanted` tokens in total; return a mask, (documents,) bool.
 
-    Documents with equal hashes stay together. Those that would exceed it are passed over.
+    They are taken in the order of their hashes, except those that no longer fit. Documents with
+    equal hashes stay together.
     """
     unique, group_of = np.unique(hashes, return_inverse=True)
     chosen = np.zeros(len(unique), bool)
@@ -292,7 +295,7 @@ def choose(lengths, hashes, val_fraction, by_name=False):
     """
     wanted = val_fraction * lengths.sum()
     if len(lengths) > HASH_SPLIT_ABOVE:
-        by_hash = (hashes >> np.uint64(32)) < val_fraction * 2**32
+        by_hash = (hashes >> np.uint64(32)) < val_fraction * 2**32  # 32 bits are exact in float64
         for held_out in by_hash, up_to(wanted, lengths, hashes):
             is_close = wanted / 2 <= lengths[held_out].sum() <= 2 * wanted
             if (is_close or by_name) and held_out.any() and not held_out.all():
@@ -309,7 +312,7 @@ def split(documents, hashes, val_fraction, by_name=False):
         return train, np.concatenate([*itertools.compress(documents, held_out)])
     if len(np.unique(hashes)) < len(hashes) and val_fraction:
         print("warning: the end of the text is held out, which may be a copy of training text")
-    # The fraction is one of the text, without the end-of-text token of each document.
+    # Only text counts towards the fraction: all end-of-text tokens are counted before the cut.
     text_tokens = int(lengths.sum()) - len(documents)
     cut = len(documents) + int(text_tokens * (1 - val_fraction))
     tokens = np.concatenate(documents)
@@ -343,7 +346,7 @@ def write_split(folder, split, number, tokens):
 def pack(args):
     """Pack all inputs into args.out; return the manifest."""
     manifest_path = args.out / "manifest.json"
-    marker = args.out / ".pack"  # train_gpt2.py refuses a folder with it
+    marker = args.out / ".pack"  # a folder; while it exists, train_gpt2.py refuses args.out
     is_ours = manifest_path.exists() or marker.exists()
     if not is_ours and any(args.out.glob("*.bin")):
         raise ValueError(f"{args.out} holds shards that pack.py did not write: change --out")
@@ -395,9 +398,9 @@ def parse_args(argv):
     add("inputs", nargs="+", metavar="INPUT", help="file or folder")
     add("--out", required=True, type=Path, help="folder for the shards")
     add("--encoding", default="bytes", help="bytes, gpt2 or gpt2-N (its first N tokens)")
-    add("--val_fraction", default=0.1, type=float, help="fraction to hold out (0.1)")
+    add("--val_fraction", default=0.1, type=float, help="fraction to hold out (default: 0.1)")
     add("--by_name", action="store_true", help="hold out files by the hash of their paths")
-    add("--text_field", help="field of a JSON line or a parquet row (text)")
+    add("--text_field", help="field of a line or row (default: text)")
     add("--split_at", metavar="TEXT", help=f"split documents here, for example at '{END_OF_TEXT}'")
     add("--pattern", default="*", help="in folders, read only files whose names match")
     add("--exclude", default=[], nargs="*", help="relative paths to leave out")

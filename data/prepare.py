@@ -4,12 +4,12 @@ The settings are those of train_gpt2.py or, after the word `modern`, of train_mo
 of train_files decides what to do:
 
     data/torch_sources    packs the Python files of the installed PyTorch, as bytes
-    data/small            downloads 20M tokens of FineWeb (40 MB) and packs them in GPT-2's first
-                          2,048 tokens
+    data/small            downloads 20M GPT-2 tokens of FineWeb (40 MB) and encodes their text with
+                          the first 2,048 tokens of GPT-2's vocabulary
     data/fineweb10B       downloads the shards that the run needs, each 0.2 GB
     any other folder      nothing: it holds the user's own data
 
-Data that are already there are kept. A download asks first, unless --yes is given.
+Data that are already there are kept. You are asked before a download, unless --yes is given.
 """
 
 import math
@@ -56,9 +56,9 @@ def pack_torch_sources():
 
 def pack_small(yes):
     """Download a part of FineWeb and pack it."""
-    part = Path("data", "fineweb_part")
-    fineweb.fetch(part, part=20_000_000, yes=yes)
-    shard = str(part / fineweb.train_shard(1))
+    folder = Path("data", "fineweb_part")
+    fineweb.fetch(folder, part=20_000_000, yes=yes)
+    shard = str(folder / fineweb.train_shard(1))
     pack.main([shard, "--encoding", "gpt2-2048", "--val_fraction", "0.02", "--out", str(SMALL)])
 
 
@@ -76,8 +76,8 @@ def prepare(argv, yes):
     elif folder == FINEWEB:
         if args.device != "cpu" and torch.cuda.device_count() == 0:
             raise ValueError(
-                "no GPU was found, and these settings train GPT-2 124M, which takes months on a "
-                "CPU: try `bash run.sh` or `bash run.sh modern --preset=small`, or pass "
+                "no GPU was found, and these settings are for GPUs: on a CPU, it takes months. "
+                "Try `bash run.sh` or `bash run.sh modern --preset=small`, or pass "
                 "--device=cpu"
             )
         fineweb.fetch(folder, shards_for(args), yes=yes)

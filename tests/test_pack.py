@@ -234,7 +234,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
             "it has JSON lines: give it a name that ends",
         ),
         *((f"a{ending}", POINTER, "git lfs pull") for ending in (".parquet", ".xz", ".txt")),
-        ("a.bin", np.array([20240801, 7, 9], "<i4").tobytes(), "it has [20240801, 7, 9]"),
+        ("a.bin", np.array([20240801, 7, 9], "<i4").tobytes(), "but begins with [20240801, 7, 9]"),
         ("a.bin", np.array([20240520, 1, 0], "<i4").tobytes().ljust(1024, b"\0"), "is unknown"),
     ],
 )

@@ -134,7 +134,7 @@ def test_the_starts_of_a_run_share_a_seed(tmp_path):
     with pytest.raises(ValueError, match="the script was edited between two starts"):
         compare.check_finished(run)
     path.write_text(text + again.replace("seed=", "seed=1"))
-    with pytest.raises(ValueError, match="if resumed, the same seed again"):
+    with pytest.raises(ValueError, match="always the same seed"):
         runlog.read(path)
 
 
@@ -150,7 +150,7 @@ def test_a_start_without_a_checkpoint_does_not_count_after_the_run_began_anew(tm
     path.write_text(whole.replace("a script", "another") + whole)
     assert runlog.read(path).edited
     path.write_text(whole.replace("seed=", "seed=1") + whole)
-    with pytest.raises(ValueError, match="if resumed, the same seed again"):
+    with pytest.raises(ValueError, match="always the same seed"):
         runlog.read(path)
 
 
@@ -272,7 +272,7 @@ def saved(monkeypatch):
 def curves_of(figure):
     """Return the coordinates of the training and of the validation curves, and the horizontals."""
     [axes] = figure.axes
-    lines = {style: [] for style in (":", "-", "--")}
+    lines = {style: [] for style in ("-", ":", "--")}
     for line in axes.lines:
         if len(line.get_xdata()):
             lines[line.get_linestyle()].append([list(values) for values in line.get_data()])

@@ -260,8 +260,8 @@ REFUSALS = {
     "ids beyond the vocabulary": ({"vocab_size": 32}, "but vocab_size=32"),
     "no launcher": ({"RANK": "0"}, "WORLD_SIZE"),
     "srun without torchrun": ({"SLURM_STEP_NUM_TASKS": "4"}, "srun or mpirun started several"),
-    "mpirun without torchrun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "separate processes: start them"),
-    "MPICH without torchrun": ({"PMI_SIZE": "2"}, "separate processes: start them"),
+    "mpirun without torchrun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "separate processes: use torchrun"),
+    "MPICH without torchrun": ({"PMI_SIZE": "2"}, "separate processes: use torchrun"),
     "a timeout of many years": ({"RANK": "0", "comm_timeout": 10**17}, "cannot join the other"),
 }  # fmt: skip
 

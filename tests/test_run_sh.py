@@ -169,7 +169,7 @@ def test_an_old_python_is_refused_and_its_environment_is_replaced(clone):
         path.chmod(0o755)
     status, lines, stderr = run_sh(clone, PYTHON=str(old))
     assert (status, lines) == (1, [])
-    assert f"{old} is no Python 3.10 or newer: install one, and set PYTHON to it\n" in stderr
+    assert f"{old} is not Python 3.10 or newer: install it, and set PYTHON\n" in stderr
     lacks_torch = STUB.replace("*-c*) ;;", "*version_info*) ;;\n*importlib*) echo torch ;;")
     (clone / "python").write_text(lacks_torch)
     _, lines, _ = run_sh(clone)

@@ -87,8 +87,8 @@ def test_a_prompt_may_come_from_standard_input(plain_run, capsys, monkeypatch):
     "arguments, sentence",
     [
         ([], "no weights in logs"),
-        (["--temperature=-1"], "--temperature must be a number from 0"),
-        (["--temperature=nan"], "--temperature must be a number from 0"),
+        (["--temperature=-1"], "--temperature must be 0 or more"),
+        (["--temperature=nan"], "--temperature must be 0 or more"),
         (["--top_k=-5"], "--top_k must be 0 or more"),
         (["--weights=nowhere.pt"], "nowhere.pt holds no weights"),
         (["--weights=text.pt"], "text.pt cannot be used"),

@@ -369,7 +369,7 @@ def test_a_full_disk_ends_a_run_which_then_resumes(name, changes, step, fault, t
 def test_a_line_that_cannot_be_written_as_a_whole_is_an_error(tiny, tmp_path, monkeypatch):
     """The disk may have space for none or for a part of it. What was written before stays."""
     log = train_gpt2.Log(Hyperparameters(**tiny, run_id="full"))
-    log.path, log.is_open = tmp_path / "full.txt", True
+    log.path, log.may_write = tmp_path / "full.txt", True
     log("one")
     for write in Mock(side_effect=OSError(28, "No space left on device")), None:
         with open(log.path, "ab", buffering=0) as file, monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ import math
 import sys
 from pathlib import Path
 
-# For the log. It is read first, because the file could be edited while torch is imported.
+# The log contains these sources. Read them now, in case one is edited during the slow imports.
 HERE = Path(__file__).resolve().parent
 NAME = Path(__file__).name
 SOURCES = {file: (HERE / file).read_text(encoding="utf-8") for file in ("muon.py", NAME)}
@@ -43,7 +43,7 @@ from train_gpt2 import (
 # ---- Settings ------------------------------------------------------------------------------------
 BLOCK = 128  # tokens; attention windows are made of blocks of this size
 ATTENTION_SCALE = 0.12  # scale of q k^T, in place of 1 / sqrt(D)
-GATE_CHANNELS = 12  # value gates read only the first of the channels
+GATE_CHANNELS = 12  # value gates read only the first 12 channels
 LOGIT_SOFTCAP = 15.0
 
 
@@ -69,9 +69,9 @@ class ModernSettings(Hyperparameters):
 
     def __post_init__(self):
         super().__post_init__()
-        numbers = "attention_window document_token ngram_rows embedding_learning_rate "
-        numbers += "muon_weight_decay momentum_warmup_fraction momentum_cooldown_fraction "
-        check_at_least(self, 0, numbers + "final_lr_fraction")
+        check_at_least(self, 0, "attention_window document_token ngram_rows final_lr_fraction")
+        check_at_least(self, 0, "embedding_learning_rate muon_weight_decay")
+        check_at_least(self, 0, "momentum_warmup_fraction momentum_cooldown_fraction")
         check_at_least(self, GATE_CHANNELS, "n_embd")
         check_at_least(self, 2, "max_ngram")
         if self.attention_window and self.sequence_length % BLOCK:
@@ -87,11 +87,11 @@ def modern(width, **changes):
     return dict(
         n_layer=11, n_head=width // 128, n_embd=width, device_batch_size=1, num_iterations=1950,
         warmdown_fraction=0.55, learning_rate=0.008,  # of the output head
-        # Muon multiplies an update by sqrt(max(M, N)), so this equals the public learning rates:
-        # 0.03 for C x C matrices and 0.06 for the 4C x C matrices of the MLP.
+        # The RMS of an update (see adjust_lr_fn). It is that of the public learning rates, 0.03 for
+        # C x C matrices and 0.06 for the 4C x C matrices of the MLP, which multiply U V^T.
         muon_learning_rate=0.03 / width**0.5,
-        # A step decays weights by lr * weight_decay = 1.2 * 0.03 * 0.03. This is the public value
-        # for C x C matrices. The MLP has it here, too.
+        # A step shrinks weights by lr * weight_decay = 1.2 * 0.03 * 0.03 of their value, which is
+        # the public decay for C x C matrices, and half of that for the MLP.
         muon_weight_decay=1.2 * 0.03 * width**0.5,
     ) | changes  # fmt: skip
 
@@ -104,8 +104,8 @@ PRESETS = {
         # GPT-2's first 2,048 tokens and the document token, rounded up to a multiple of 128
         vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
         n_layer=8, batch_size=8, sequence_length=512, device_batch_size=8,
-        # Larger than the sequence, so that the growing window soon covers all of it: after 1/8 of
-        # the run in long layers (see ModernGPT), after 7/24 in the others.
+        # Longer than the sequence of 4 blocks, so that the growing window soon covers it: that of
+        # long layers grows to 24 blocks, so after 1/8 of the run. See ModernGPT.
         attention_window=6 * 512,
         num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
     ),
@@ -123,10 +123,10 @@ PRESETS = {
 class ModernAttention(CausalSelfAttention):
     """Attention with rotary positions on half of the channels, and two optional extensions.
 
-    Offset keys: the half of key j without positions is replaced by that of key j - 1, even across a
-    document boundary. If token j - 1 is the query's own token, the query can then match key j, and
-    read the value of the token that followed. So a single layer can act as an induction head, which
-    normally takes two layers.
+    Offset keys: the channels of key j that have no position come from token j - 1, even across a
+    document boundary. If token j - 1 equals the query's own token, the query can match key j and
+    read the value of token j, which followed it. So a single layer can act as an induction head,
+    which normally takes two layers.
 
     Value table: a learned embedding of the token, scaled by a gate for each head, is added to the
     values.
@@ -202,9 +202,9 @@ def block_mask(documents, window_blocks):
         near = query // BLOCK - key // BLOCK < window_blocks
         return (key <= query) & near & (documents[b, query] == documents[b, key])
 
-    # Query block i sees the consecutive key blocks first[i], ..., i. Key blocks before first[i] are
-    # outside the window, or end in an earlier document than the one in which block i starts. Since
-    # documents are in order, the number of the latter is the index of the first that is not.
+    # Query block i sees key blocks first[i] to i. Earlier ones are outside the window, or end in an
+    # earlier document than the one in which block i starts. As document indices never decrease,
+    # the latter are the first blocks, so their number is the index of the block after them.
     block = torch.arange(documents.size(1) // BLOCK, device=documents.device)
     start_document = documents[:, ::BLOCK]  # (B, blocks)
     end_document = documents[:, BLOCK - 1 :: BLOCK]  # (B, blocks)
@@ -232,8 +232,8 @@ class ModernBlock(nn.Module):
         """Return the residual stream after this block, (B, T, C).
 
         x, x0 and ngram_embeddings are (B, T, C): the residual stream, the token embeddings and the
-        n-gram embeddings, which are 0.0 without a table. saved: the output of an earlier block,
-        which attention reads instead of x, or None. tokens: (B, T).
+        n-gram embeddings, which are 0.0 without a table. saved: None, or the output of an
+        earlier block, which attention then reads instead of x. tokens: (B, T).
         """
         stream_weight, token_weight, ngram_weight = self.input_weights
         x = stream_weight * x + token_weight * x0 + ngram_weight * ngram_embeddings
@@ -283,10 +283,10 @@ class ModernGPT(nn.Module):
         n = args.n_layer
         self.long_layers = {n // 3, n - 1}  # 3, 10: the long window, and offset keys
         self.table_layers = {1, 2, n - 3, n - 2, n - 1}  # 1, 2, 8, 9, 10: a value table
-        # The output of layer 3 is added to the input of layer 6, which has no attention. Models of
-        # fewer than 8 layers have neither.
+        # Layer 6 adds the output of layer 3 to its input and has no attention. Models of fewer than
+        # 8 layers have no such skip, and all of their layers have attention.
         self.skip_start, self.skip_end = (n // 3, (n + 1) // 2) if n >= 8 else (None, None)
-        # Attention in all layers after layer 7 reads its output. It is never the last of several.
+        # Attention in the layers after layer 7 reads the output of layer 7 instead of x.
         self.saved_layer = max(0, min(2 * n // 3, n - 2))
         self.wte = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
         self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
@@ -359,7 +359,7 @@ def build_optimizers(model, args):
         lr=args.muon_learning_rate,
         momentum=args.muon_momentum,
         weight_decay=args.muon_weight_decay,
-        adjust_lr_fn="unit_rms",
+        adjust_lr_fn="unit_rms",  # the RMS of an update is lr
         beta2=0.95,
         cautious=True,
         process_group=torch.distributed.group.WORLD,  # None in a single process

@@ -9,11 +9,12 @@ differences of the pairs; if they have no seed in common, it is Welch's test.
 
 --n is the number of runs per side that was fixed before the runs. Without it there is no verdict,
 and the exit status is 0. With it, the verdict is "Significant" and the status 0 if the one-sided p
-is below 0.01, otherwise "Not significant" and 1. --nats_per_percent is the loss that one per cent
-more steps would gain; with it, differences are also printed in per cent of the steps.
+is below 0.01; otherwise, the verdict is "Not significant" and the status 1. --nats_per_percent is
+the loss that one per cent more steps would save; with it, a difference is also printed as the
+change in steps that would have the same effect.
 
-The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, seeds without a
-partner if others have one, and groups whose settings, source or torch version vary. It also rejects
+The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, seeds on one side
+only if others are on both, and groups whose settings, source or torch version vary. It also rejects
 sides that differ in data, validation tokens, sequence_length, number of processes or dtype. With
 --n, it also rejects a first group that read more tokens than the second. Losses are in nats per
 token.
@@ -31,7 +32,7 @@ ALPHA = 0.01  # a significant difference has a p below this
 
 # ---- Checks -------------------------------------------------------------------------------------
 def differences(a, b):
-    """Return a line on what sets two runs apart: settings (but MAY_VARY), source, torch."""
+    """Describe how two runs differ: settings (except MAY_VARY), source, torch."""
     left, right = a.settings, b.settings
     changed = [
         f"{name} {left.get(name)!r} against {right.get(name)!r}"
@@ -42,17 +43,17 @@ def differences(a, b):
         changed.append("source of the script")
     if a.facts.get("torch") != b.facts.get("torch"):
         changed.append(f"torch {a.facts.get('torch')} against {b.facts.get('torch')}")
-    return "; ".join(changed) or "nothing"
+    return "; ".join(changed)
 
 
 def check_finished(run):
     """Raise ValueError for a run without a valid result: leaving it out would bias the mean."""
     require(
         run.finished,
-        f"{run.path} has no result, {run.fault} at step {run.last_step} of {run.num_iterations}: "
+        f"{run.path} is {run.fault} at step {run.last_step} of {run.num_iterations}: "
         f"every run counts, so resume it if it is unfinished",
     )
-    edit = "the script was edited between two starts, so no version of it has this result"
+    edit = "the script was edited between two starts, so the result belongs to no version"
     require(not run.edited, f"{run.path}: {edit}")
 
 
@@ -61,7 +62,7 @@ def check_repetitions(runs):
     for run in runs:
         check_finished(run)
         found = differences(run, runs[0])
-        require(found == "nothing", f"{run.path} differs from {runs[0].path} in: {found}")
+        require(not found, f"{run.path} differs from {runs[0].path} in: {found}")
     seeds = sorted(run.seed for run in runs)
     require(len(set(seeds)) == len(seeds), f"runs of one group share a seed: {seeds}")
 
@@ -79,8 +80,9 @@ def check(sides, target, n):
     every = [run for _, runs in sides for run in runs]
     require(len({run.path.resolve() for run in every}) == len(every), "a log is on both sides")
     logged = every[0].settings.get("target_val_loss")
+    agrees = target is None or not logged or target == logged  # 0 in a log means no target
     require(
-        target in (None, logged) or not logged,
+        agrees,
         f"--target={target} is not the target in the logs, {logged}: set it before the runs",
     )
     for what, value_of in COMPARABLE.items():
@@ -153,7 +155,7 @@ def in_pairs(a, b, pairs, nats_per_percent=None):
     """Print the differences of pairs of runs and Student's test on them; return one-sided p."""
     x = [run.val_loss for run, _ in pairs]
     y = [other.val_loss for _, other in pairs]
-    d = np.round(np.subtract(x, y), 4)  # losses have four decimals in a log
+    d = np.round(np.subtract(x, y), 4)  # as in the logs, so that equal differences are equal
     check_spread("differences of the pairs", d.tolist())
     rows = [
         [f"{run.seed}", f"{run.val_loss:.4f}", f"{other.val_loss:.4f}", f"{difference:+.4f}"]
@@ -181,7 +183,8 @@ def print_difference(a, b, mean, two, less, test, nats_per_percent):
     )
     if nats_per_percent:
         percent = [f"{value / nats_per_percent:+.1f}%" for value in (mean, low, high)]
-        print(f"In per cent of the steps: {percent[0]}, {percent[1]} to {percent[2]}.")
+        interval = f"{percent[1]} to {percent[2]}"
+        print(f"In per cent of the steps (minus: {a} saves steps): {percent[0]}, {interval}.")
 
 
 def verdict(p, n):
@@ -201,7 +204,9 @@ def main(argv):
     other.add_argument("--against", nargs="+", metavar="LOG", help="the other side")
     other.add_argument("--target", type=float, help="loss that the mean must be below")
     parser.add_argument("--n", type=int, help="number of runs per side, fixed in advance")
-    parser.add_argument("--nats_per_percent", type=float, help="gain of one per cent more steps")
+    parser.add_argument(
+        "--nats_per_percent", type=float, help="loss that one per cent more steps saves"
+    )
     options = parser.parse_args(argv)
     sides = []  # (name, runs) of each
     for logs in filter(None, (options.logs, options.against)):
@@ -212,7 +217,7 @@ def main(argv):
     print(losses_table(groups))
     if options.against:
         (a, runs), (b, others) = sides
-        print(f"\nThey differ in: {differences(runs[0], others[0])}.")
+        print(f"\nThey differ in: {differences(runs[0], others[0]) or 'nothing'}.")
         pairs = pairs_of(runs, others)
         if pairs:
             p = in_pairs(a, b, pairs, options.nats_per_percent)

@@ -9,9 +9,9 @@ Each document of a text is preceded by an end-of-text token, as in training. Eve
 first counts exactly once. As in training, it is predicted from the tokens before it in a window of
 sequence_length tokens, and windows do not overlap, so tokens early in a window have little context.
 
-The loss is the mean in nats per token, and the perplexity is its exponential. Bits per byte, the
-total in bits divided by the bytes of the text, are also comparable between encodings. An
-end-of-text token has no bytes.
+The loss is the mean in nats per token, and the perplexity is its exponential. Bits per byte (the
+total loss in bits, divided by the bytes of the text) are also comparable between encodings. An
+end-of-text token counts as zero bytes.
 """
 
 import math
@@ -69,6 +69,7 @@ def read_text(name, args, encoding, text_field):
     require(encoding, weights.UNKNOWN_ENCODING)
     documents = pack.read_documents(name, Path(name), text_field)
     tokens = [pack.tokens_of(text, encoding) for _, text in documents]
+    # The empty array makes the result int64, and allows a text without documents.
     return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *tokens]))
 
 
@@ -81,7 +82,9 @@ def bytes_of(tokens, encoding):
 def main(argv):
     parser = weights.parser_for(__doc__)
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="text file or shard")
-    parser.add_argument("--text_field", default="text", help="field of a line or row (text)")
+    parser.add_argument(
+        "--text_field", default="text", help="field of a line or row (default: text)"
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     options = parser.parse_intermixed_args(argv)  # texts and options in any order
     path = weights.find(options.weights)
@@ -90,7 +93,7 @@ def main(argv):
     texts = {name: read_text(name, args, encoding, options.text_field) for name in options.texts}
     if not texts:
         texts = {args.val_files: read_shards(args.val_files, args, encoding, args.val_tokens + 1)}
-    for name, tokens in texts.items():  # all mistakes are found before the first row
+    for name, tokens in texts.items():  # report mistakes before printing a row
         require(len(tokens) > 1, f"{name} has too few tokens: nothing is left to predict")
     print(f"{path}: {next(gpt.parameters()).device.type}, {args.dtype}")
     print("\n| text | tokens | loss | perplexity | bits per byte |\n|---|---|---|---|---|")
@@ -102,7 +105,7 @@ def main(argv):
         size = bytes_of(tokens[1:], encoding) if encoding else 0
         bits = f"{nats / math.log(2) / size:.4f}" if size else "n/a"
         print(f"| {name} | {count:,} | {loss:.4f} | {perplexity:.5g} | {bits} |", flush=True)
-    if not options.texts and "optimizers" not in state:  # a checkpoint's val_loss may be older
+    if not options.texts and "optimizers" not in state:  # a checkpoint's loss may be old
         print(f"\nthe run logged val_loss:{state['val_loss']:.4f}")
 
 

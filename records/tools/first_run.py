@@ -16,17 +16,18 @@ Next, train the modern model on English, or on a text of your own:
 
 
 def chart(losses, width=64, height=12):
-    """Return a chart of the losses of all steps as text, averaged over `width` parts of the run."""
+    """Return a text chart of the losses. Each column is the mean of one of `width` parts."""
     means = [part.mean() for part in np.array_split(losses, min(width, len(losses)))]
     top, bottom = max(means), min(means)
-    step = (top - bottom) / (height - 1) or 1.0
-    rows = [round((top - mean) / step) for mean in means]
-    lines = [
-        f"{top - row * step:6.2f} |" + "".join("*" if row == own else " " for own in rows)
-        for row in range(height)
-    ]
-    axis = f"{' ':7}+{'-' * len(means)}\n{' ':8}0{f'{len(losses)} steps':>{len(means) - 1}}"
-    return "\n".join([*lines, axis])
+    per_row = (top - bottom) / (height - 1) or 1.0
+    row_of_column = [round((top - mean) / per_row) for mean in means]
+    lines = []
+    for row in range(height):
+        stars = "".join("*" if row == own_row else " " for own_row in row_of_column)
+        lines.append(f"{top - row * per_row:6.2f} |{stars}")
+    lines.append(" " * 7 + "+" + "-" * len(means))
+    lines.append(" " * 8 + "0" + f"{len(losses)} steps".rjust(len(means) - 1))
+    return "\n".join(lines)
 
 
 def expectation(run):
@@ -40,7 +41,7 @@ def expectation(run):
 
 
 def experiment(run):
-    """Return the settings and the data on which the loss depends, up to rounding."""
+    """Return what determines the loss up to rounding: the settings without dtype, and the data."""
     names = run.settings.keys() - MAY_VARY - {"dtype"}
     return {name: run.settings[name] for name in names}, run.facts.get("val_data")
 

@@ -3,9 +3,9 @@
     bash run.sh repeat 5 --run_id=mine [--name=value ...]     # mine_seed1 to mine_seed5
     bash run.sh repeat 5 modern --preset=small --run_id=mine  # of records/modern/train_modern.py
 
-With a target_val_loss, it prints p of the one-sided t-test that the mean is below it. NPROC in the
-environment is the number of processes. Called again, it keeps finished runs and continues
-unfinished ones. It rejects runs of other settings or sources.
+If target_val_loss is set, it prints p of a one-sided t-test that the mean is below the target. The
+environment variable NPROC sets the number of processes. Called again, it keeps finished runs and
+continues unfinished ones. It rejects runs with other settings or sources.
 """
 
 import os
@@ -19,12 +19,14 @@ from weights import recipe_and_settings
 
 
 def train(log, recipe, arguments):
-    """Train the run of a log to its end, unless it is finished; return the Run."""
+    """Train the run with this log to the end, unless it is finished; return the Run."""
     processes = int(os.environ.get("NPROC", "1"))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    names = [f"--log_dir={log.parent}", f"--run_id={log.stem}", "--resume=auto"]
-    start = [sys.executable, *(launcher if processes > 1 else [])]
-    status = run_child([*start, ROOT / recipe.script, *arguments, *names])
+    launcher = []
+    if processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    options = [f"--log_dir={log.parent}", f"--run_id={log.stem}", "--resume=auto"]
+    script = ROOT / recipe.script
+    status = run_child([sys.executable, *launcher, script, *arguments, *options])
     require(status == 0, f"{log.stem} ended with exit status {status}")
     run = read(log)
     require(run.finished, f"{log.stem} was stopped: the same command continues the series")

@@ -14,8 +14,8 @@ Runs in a group must share validation data, world size, dtype and num_iterations
 group is rejected. All runs in a picture must share validation data.
 
 In a README, a generated table stands between its command, `<!-- python records/tools/... -->`, and
-`<!-- end -->`, each on a line of its own. --stale runs these commands, lists the READMEs with other
-tables, and exits with status 1 if there are any. --refresh rewrites them.
+`<!-- end -->`, each on a line of its own. --stale runs these commands, lists the READMEs whose
+tables differ from their output, and exits with status 1 if there are any. --refresh rewrites them.
 """
 
 import glob
@@ -38,7 +38,7 @@ def or_na(value, form="{}"):
 
 
 def progress(run):
-    """Return the steps of a run; what is unusual about it: no result, or an edited script."""
+    """Return the steps of a run, with a note if it has no result or its script was edited."""
     steps = run.num_iterations
     text = f"{steps}" if run.finished else f"{run.last_step} of {steps}, {run.fault}"
     return f"{text}, script edited" if run.edited else text
@@ -66,7 +66,7 @@ def collect(arguments):
     named = {}  # {path: (group or "", Run)}
     for argument in arguments:
         name, _, pattern = argument.partition("=")
-        if not pattern or "/" in name:
+        if not pattern or "/" in name:  # a path may contain "="
             name, pattern = "", argument
         runs = []
         for path in map(Path, sorted(glob.glob(pattern))):
@@ -79,8 +79,10 @@ def collect(arguments):
     folders = Counter(label for label, _ in places)
     groups = {}
     for name, run in named.values():
-        own = run.label if folders[run.label] == 1 else f"{run.path.parent.name}/{run.label}"
-        groups.setdefault(name or own, []).append(run)
+        label = run.label
+        if folders[label] > 1:
+            label = f"{run.path.parent.name}/{label}"
+        groups.setdefault(name or label, []).append(run)
     for runs in groups.values():
         runs.sort(key=lambda run: run.seed)
         for what, value_of in LOSS_DEPENDS_ON.items():
@@ -158,18 +160,19 @@ def draw(groups, path):
     """Draw the losses of all runs against the number of tokens read."""
     with packages():
         from matplotlib.figure import Figure
-    runs = [run for own in groups.values() for run in own]
+    runs = [run for members in groups.values() for run in members]
     check_equal("validation data", LOSS_DEPENDS_ON["validation data"], runs)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for i, (name, own) in enumerate(groups.items()):
-        for run in own:
-            for kind, style in ("train", "-"), ("val", "o--"):
+    for i, (name, members) in enumerate(groups.items()):
+        for run in members:
+            for kind, style in ("train", "-"), ("val", "o:"):
                 steps, losses = curve(run, kind)
                 millions = steps * run.tokens_per_step / 1e6
                 axes.plot(millions, losses, style, color=f"C{i}", linewidth=1, markersize=4)
-        result = loss_of(own) if len(own) > 1 or own[0].finished else progress(own[0])
-        axes.plot([], [], "o-", color=f"C{i}", label=f"{name}: {result}, n={len(own)}")
+        is_running = len(members) == 1 and not members[0].finished
+        result = progress(members[0]) if is_running else loss_of(members)
+        axes.plot([], [], "o-", color=f"C{i}", label=f"{name}: {result}, n={len(members)}")
     axes.set(xlabel="millions of tokens read", ylabel="loss, nats per token", xlim=(0, None))
     axes.set_ylim(axes.get_ylim())  # fix the limits: a distant target must not squeeze the curves
     for target in {run.settings.get("target_val_loss") for run in runs} - {None, 0}:

@@ -17,7 +17,7 @@ POINT = re.compile(
     r"step:(?P<step>\d+)/\d+ (?P<kind>train|val)_loss:(?P<loss>\S+) "
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
 )
-FACT = re.compile(  # name:value in a line before the first step
+FACT = re.compile(  # name:value before the first step; a value ends before the next name
     r"(?:^| )(torch|commit|device|processes|matmul_dtype|train_tokens|train_data|val_data)"
     r":(\S.*?)(?= [\w/]+:|$)"
 )
@@ -62,7 +62,7 @@ def argument_parser(description):
 
 
 def command(main):
-    """Run a tool's main with sys.argv. Errors that are no bugs print one line; the status is 1."""
+    """Run a tool's main with sys.argv. Expected errors print one line and exit with status 1."""
     try:
         sys.exit(main(sys.argv[1:]))
     except (ValueError, OSError) as error:
@@ -162,11 +162,11 @@ def read_start(text):
 
 
 def read_starts(text):
-    """Return the Starts of a log that count.
+    """Return the Starts that belong to the result.
 
-    A start that was killed in its header does not. If a run dies before its first checkpoint, it
-    starts again, perhaps with another seed or script. Then its earlier lines do not count either,
-    unless they have a result.
+    A start that was killed in its header is dropped. A run that dies before its first checkpoint
+    starts from scratch, perhaps with another seed or script, so earlier starts are dropped, unless
+    one of them has a result.
     """
     starts = []
     for part in f"\n{text}".split(f"\n{TITLE}")[1:]:
@@ -182,7 +182,7 @@ def read_starts(text):
 def add_point(run, point):
     """Add a match of POINT. If a resumed run repeats steps, its new lines replace the old ones."""
     step, kind = int(point["step"]), point["kind"]
-    if run.points[kind] and run.points[kind][-1][0] >= step:
+    if run.points[kind] and run.points[kind][-1][0] >= step:  # the train_loss of a step comes first
         last_train = step if kind == "val" else step - 1
         run.points["train"] = [p for p in run.points["train"] if p[0] <= last_train]
         run.points["val"] = [p for p in run.points["val"] if p[0] < step]
@@ -204,7 +204,7 @@ def read(path):
     try:
         starts = read_starts(text)
         last = starts[-1]
-        require(len({start.settings["seed"] for start in starts}) == 1, "another seed")
+        require(len({start.settings["seed"] for start in starts}) == 1, "")  # see below
         run = Run(
             path=path,
             source=last.source,
@@ -219,7 +219,7 @@ def read(path):
     except Exception:  # a damaged log can raise almost any type
         raise ValueError(
             f"{path} is not the log of a training run: it must hold the script's source and its "
-            f"hyperparameters, and if resumed, the same seed again"
+            f"hyperparameters and, if it was resumed, always the same seed"
         ) from None
     return run
 

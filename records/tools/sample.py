@@ -1,8 +1,8 @@
 """Generate text: `bash run.sh sample [PROMPT] [--weights=logs/RUN] [--top_k=40 ...]`.
 
 The text is printed as it is generated. Without --weights, the newest weights are used. Each token
-takes a whole forward pass of the script's own model, without a key-value cache, so that an edited
-model samples exactly as it was trained. The model sees the last sequence_length tokens.
+takes a whole forward pass of the script's own model, without a key-value cache, so an edited model
+needs no other code for sampling. The model sees the last sequence_length tokens.
 Every prompt begins a new document, and an end-of-text token ends the text.
 """
 
@@ -63,14 +63,14 @@ def main(argv):
     add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     args = parser.parse_args(argv)
-    require(0 <= args.temperature < math.inf, "--temperature must be a number from 0")
+    require(0 <= args.temperature < math.inf, "--temperature must be 0 or more")
     require(args.top_k >= 0, "--top_k must be 0 or more")
     if args.prompt == "-":
         args.prompt = sys.stdin.read()
     path = weights.find(args.weights)
     gpt, settings, state = weights.load(path, args.device, torch.float32)
     if settings.n_embd < 512:
-        # In short forward passes, threads wait for each other longer than they work.
+        # In short forward passes, threads spend more time waiting than working.
         torch.set_num_threads(1)
     encoding = weights.encoding_of(state, settings, args.encoding)
     require(encoding, weights.UNKNOWN_ENCODING)
