@@ -159,7 +159,7 @@ def test_singular_values_become_their_polynomial(shape, dtype, orthogonalize):
     [
         {"lr": -1}, {"lr": math.nan}, {"momentum": 1.0}, {"weight_decay": -1},
         {"beta2": 1.0}, {"beta2": -0.1}, {"beta2": math.nan},
-        {"adjust_lr_fn": "rms"}, {"dtype": torch.float16},
+        {"adjust_lr_fn": "rms"}, {"dtype": torch.float16}, {"eps": -1e-7}, {"ns_steps": 0},
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused(options):
@@ -172,25 +172,17 @@ def test_invalid_values_are_refused(options):
 @pytest.mark.parametrize("shape", [(), (5,), (2, 2, 2, 2, 2)])
 def test_parameters_that_are_not_matrices_are_refused(shape):
     params = [nn.Parameter(torch.zeros(shape))]
-    with pytest.raises(ValueError, match=r"Muon takes matrices, not .*: give this parameter to"):
+    with pytest.raises(ValueError, match=r"Muon takes matrices, not .*: give this one to AdamW"):
         Muon(params, lr=0.02)
     muon = Muon(make_parameters(), lr=0.02)
-    with pytest.raises(ValueError, match=r"Muon takes matrices, not .*: give this parameter to"):
+    with pytest.raises(ValueError, match=r"Muon takes matrices, not .*: give this one to AdamW"):
         muon.add_param_group(dict(params=params))
-    assert len(muon.param_groups) == 1
 
 
 @pytest.mark.parametrize("blocks", [0, 3, -2, [4, 8], [16, 16], []])
 def test_blocks_that_do_not_fit_are_refused(blocks):
-    with pytest.raises(ValueError, match=r"must add up to, or divide, 16 rows of \(16, 4\)"):
+    with pytest.raises(ValueError, match=r"must divide, or sum to, 16 rows of \(16, 4\)"):
         Muon(make_parameters([(16, 4)]), blocks=blocks)
-
-
-def test_a_group_on_two_devices_is_refused():
-    params = [nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4, 4, device="meta"))]
-    with pytest.raises(ValueError, match="on meta and another device: make one for each"):
-        Muon(params, lr=0.02)
-    Muon([dict(params=[p]) for p in params], lr=0.02)
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
@@ -206,6 +198,21 @@ def test_the_state_of_another_optimizer_is_refused(name):
     assert not muon.state and muon.param_groups[0]["lr"] == 0.02
     muon.step()
     assert not torch.equal(params[0], before[0])
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    params = make_parameters([(6, 4), (6, 4)])
+    muon = Muon([dict(params=[p]) for p in params], lr=0.02)
+    set_gradients(params, 0)
+    muon.step()
+    state = copy.deepcopy(muon.state_dict())
+    state["state"][0]["momentum_buffer"].zero_()
+    state["param_groups"][0]["lr"] = 0.5
+    state["param_groups"][1]["blocks"] = 4
+    with pytest.raises(ValueError, match="blocks=4 must divide"):
+        muon.load_state_dict(state)
+    assert muon.param_groups[0]["lr"] == 0.02 and muon.param_groups[1]["blocks"] == 1
+    assert muon.state[params[0]]["momentum_buffer"].any()
 
 
 # ---- Steps, on any number of ranks ---------------------------------------------------------------
@@ -305,7 +312,7 @@ def test_every_world_size_gives_the_same_bits(world_size, name, tmp_path):
 
 
 def warnings_of_a_step(rank, world_size):
-    with pytest.warns(UserWarning, match="same parameters, pass process_group"):
+    with pytest.warns(UserWarning, match="repeating all work on every rank; pass process_group"):
         alone = three_steps(rank, world_size, muon_file, torch.float32, alone=True)
     return alone
 
@@ -519,7 +526,7 @@ def test_large_stacks_are_multiplied_in_parts(monkeypatch):
     """Which changes no bit: parts of 1, of 2 and of all matrices."""
     results = []
     for entries in (1, 2 * 16 * 24, 2**19):
-        monkeypatch.setattr(muon_file, "STACK_ENTRIES", entries)
+        monkeypatch.setattr(muon_file, "stack_entries", lambda device, limit=entries: limit)
         params = make_parameters([(5, 16, 24), (16, 24), (16, 24), (48, 24)])
         muon = Muon([dict(params=params[:3]), dict(params=params[3:], blocks=3)], lr=0.02)
         set_gradients(params, 0)

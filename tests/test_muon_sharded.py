@@ -3,7 +3,6 @@
 import copy
 import functools
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,6 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 # On 3 or 4 ranks, some shards of the smallest are empty. Two are convolution kernels, and the last
 # is a stack of matrices.
@@ -149,6 +153,83 @@ def steps_of_blocks(rank, world_size):
 
 def test_blocks_may_be_divided_among_ranks(tmp_path):
     run_ranks(steps_of_blocks, 3, tmp_path / "ranks")
+
+
+def steps_with_tensor_parallelism(rank, world_size, options):
+    """Split MLPs with tensor parallelism and then with FSDP2; no shard ends where a block ends."""
+    mesh = make_mesh(2, 2)
+    torch.manual_seed(0)
+    linear = functools.partial(nn.Linear, bias=False)
+    mlps = nn.Sequential(*[nn.Sequential(linear(20, 38), linear(38, 20)) for _ in range(3)])
+    plain = [nn.Parameter(p.detach().clone()) for p in mlps.parameters()]
+    for mlp in mlps:
+        parallelize_module(mlp, mesh["b"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(mlp, mesh=mesh["a"])
+    fully_shard(mlps, mesh=mesh["a"])
+    sharded = [*mlps.parameters()]
+    strided, shard = sharded[0].placements
+    assert (type(strided).__name__, strided.dim, shard) == ("_StridedShard", 0, Shard(0))
+    assert sharded[1].placements == (Shard(0), Shard(1))
+    muons = []
+    for params in plain, sharded:
+        groups = [dict(params=params[::2], blocks=[7, 31]), dict(params=params[1::2], blocks=4)]
+        muons.append(Muon(groups, 0.01, **options))
+    for _ in range(3):
+        inputs = torch.randn(2, 8, 20)[mesh.get_local_rank("a")]
+        mlps(inputs).square().sum().backward()
+        for p, q in zip(plain, sharded):
+            p.grad = q.grad.full_tensor()
+        for muon in muons:
+            muon.step()
+        mlps.zero_grad()
+    check_equal(plain, muons[0], sharded, muons[1])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_fsdp_with_tensor_parallelism_gets_the_bits_of_whole_parameters(options, tmp_path):
+    run_ranks(steps_with_tensor_parallelism, 4, tmp_path / "ranks", options)
+
+
+def step_with_the_stack_of_an_older_torch(rank, world_size):
+    mesh = make_mesh(2, 2)
+    layer = nn.Sequential(nn.Linear(4, 8, bias=False))
+    parallelize_module(layer, mesh["b"], {"0": ColwiseParallel()})
+    fully_shard(layer, mesh=mesh["a"])
+    p = layer[0].weight
+    p.grad = torch.zeros_like(p)
+    stack = torch.stack
+
+    def stack_without_split_factor(tensors):
+        local = stack([tensor.to_local() for tensor in tensors])
+        return DTensor.from_local(local, mesh, [Shard(1), Shard(1)])
+
+    muon = Muon([p], 0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "stack", stack_without_split_factor)
+        with pytest.raises(RuntimeError, match=r"loses the order of shards: use torch 2\.13"):
+            muon.step()
+
+
+def test_rows_that_torch_would_mix_up_are_refused(tmp_path):
+    """torch.stack of an older torch turned _StridedShard into Shard."""
+    run_ranks(step_with_the_stack_of_an_older_torch, 4, tmp_path / "ranks")
+
+
+def step_beside_a_mesh(rank, world_size):
+    """Rank 2 holds no part of the parameter."""
+    mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
+    (plain,) = make_parameters([(6, 4)])
+    sharded = nn.Parameter(distribute_tensor(plain.detach(), mesh, [Shard(0)]))
+    for p in plain, sharded:
+        p.grad = p.detach().clone()
+        Muon([p], lr=0.1, beta2=0.9).step()
+    assert len(sharded.to_local()) == (3 if rank < 2 else 0)
+    if rank < 2:
+        assert torch.equal(plain, full(sharded))
+
+
+def test_a_rank_outside_the_mesh_does_nothing(tmp_path):
+    run_ranks(step_beside_a_mesh, 3, tmp_path / "ranks")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -302,18 +383,7 @@ def test_whole_parameters_too_go_through_a_distributed_checkpoint(world_size, tm
     run_ranks(save_and_load_replicated, world_size, tmp_path / "ranks", folder)
 
 
-# ---- Errors and README ---------------------------------------------------------------------------
-def refuse_other_meshes(rank, world_size):
-    mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
-    p = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="this rank is not in") if rank == 2 else nullcontext():
-        Muon([p], lr=0.1)
-
-
-def test_a_dtensor_of_other_ranks_is_refused(tmp_path):
-    run_ranks(refuse_other_meshes, 3, tmp_path / "ranks")
-
-
+# ---- README and one rank -------------------------------------------------------------------------
 def run_the_ddp_example_of_readme(rank, world_size):
     names = run_examples_of_readme()
     model, muon = names["with_ddp"](names["model"])
