@@ -414,7 +414,7 @@ def main(argv=None):
     args = parse_args(argv)
     try:
         manifest = pack(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # such as "can't start new thread"
         sys.exit(f"data/pack.py: {' '.join(str(error).split())}")
     train, val = manifest["train"], manifest["val"]
     print(f"{manifest['documents']:,} documents in {args.encoding}, {manifest['copies']:,} copies")

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import tracemalloc
 
 import numpy as np
@@ -266,6 +267,15 @@ def test_mistakes_are_refused(tmp_path, monkeypatch, arguments, sentence):
     (tmp_path / "a.txt").write_text("text\n\ntext")
     (tmp_path / "a.jsonl").write_text("\n")
     assert sentence in refusal("out", *arguments)
+
+
+def test_a_limit_of_processes_is_one_sentence(tmp_path, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert refusal(tmp_path / "out", tmp_path / "a.txt").endswith("can't start new thread")
 
 
 @pytest.mark.parametrize("fraction", ["1", "-0.1"])

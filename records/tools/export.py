@@ -171,7 +171,8 @@ outputs = model.generate(**inputs, max_new_tokens=20, do_sample=True, top_k=40)
 print(tokenizer.decode(outputs[0], skip_special_tokens=True))
 ```
 
-`trust_remote_code=True` runs the Python files in this folder: read them first.
+`trust_remote_code=True` runs the Python files in this folder: read them first. Trainers that load
+a second model need it, too, such as TRL's `DPOConfig(trust_remote_code=True)`.
 
 Several texts may be padded or packed into a row, with `position_ids` that restart at 0. They are
 computed one after another, unless padding is on the right. To generate beyond sequence_length, the
