@@ -118,7 +118,7 @@ PRESETS = {
     "cpu": dict(  # a small byte-level GPT, trained on PyTorch's source code on two CPU cores
         device="cpu", compile=False, vocab_size=257, n_layer=4, n_head=1, n_embd=128,
         train_files="data/torch_sources/train_*.bin", val_files="data/torch_sources/val_*.bin",
-        batch_size=8, sequence_length=512, num_iterations=300, warmdown_fraction=0.5,
+        batch_size=4, sequence_length=512, num_iterations=600, warmdown_fraction=0.5,
         learning_rate=0.004, muon_learning_rate=0.0015, shuffle=True,
         val_loss_every=0, val_tokens=0, target_val_loss=0.0,
     ),
