@@ -180,6 +180,10 @@ def modules_cache(tmp_path_factory):
         yield
 
 
+def pytest_configure():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests send it, and nohup would ignore it
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--cuda_tests_on", default="cuda", choices=("cuda", "cpu"),
