@@ -40,7 +40,7 @@ def confirm(size, folder):
     question = f"Download {size} of FineWeb into {folder.resolve()}? [y/N] "
     if not (sys.stdin.isatty() and input(question).lower().startswith("y")):
         raise ValueError(
-            f"FineWeb ({size}) was not downloaded: pass --yes to download them, or --preset=cpu "
+            f"FineWeb ({size}) was not downloaded: pass --yes to download it, or --preset=cpu "
             "to train without FineWeb"
         )
 
