@@ -369,7 +369,7 @@ def test_the_readme_shows_the_losses_and_the_lines_that_exist():
     text = (ROOT / "README.md").read_text()
     lines = SCRIPT.read_text().splitlines()
     core = next(i for i, line in enumerate(lines) if line.startswith("# ---- Machinery"))
-    assert f" Read {core} lines: " in text and f" The other {len(lines) - core}, " in text
+    assert f"core has {core} lines: " in text and f" other {len(lines) - core}: " in text
     for name, logs in RESULTS.items():
         losses = [runlog.read(path).val_loss for path in sorted(ROOT.glob(f"records/{logs}"))]
         each = ", ".join(f"{loss:.4f}" for loss in losses)
