@@ -8,7 +8,7 @@
 This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
 github.com/KellerJordan/modded-nanogpt. The computation is the same, except that the residual stream
 is bfloat16 and that a sequence may continue in the next data file. It has not been run on a GPU
-yet: loss and time are those of the record. Needs Linux or macOS, torch 2.5 or newer, and numpy.
+yet: loss and time are those of the record. It needs Linux or macOS, torch 2.5 or newer, and numpy.
 
 Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery below.
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Functions
@@ -70,7 +70,7 @@ class Hyperparameters:
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(6, "attention heads; GPT-2 has 12, record 7 has 6")
     n_embd: int = setting(768, "model width")
-    dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "auto: bfloat16 if fast")
+    dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "matmul dtype; auto: by device")
 
     # Training
     seed: int = setting(1337, "seed for initial weights, shuffling and so on")
@@ -80,7 +80,7 @@ class Hyperparameters:
     learning_rate: float = setting(0.0036, "AdamW learning rate for the embedding and head")
     muon_learning_rate: float = setting(0.00036, "Muon learning rate for all other matrices")
     muon_momentum: float = setting(0.95, "Muon momentum")
-    warmdown_fraction: float = setting(1450 / 5100, "final part of the run, with decay to 0")
+    warmdown_fraction: float = setting(1450 / 5100, "learning rates decay over this last fraction")
     shuffle: bool = setting(False, "shuffle sequences, cut at a new offset in each epoch")
     init: str = setting("", "file with initial weights, such as model.pt")
     val_tokens: int = setting(10485760, "validation tokens; 0: all, but at most 2**18")
@@ -97,7 +97,7 @@ class Hyperparameters:
     keep_checkpoints: int = setting(2, "number of recent checkpoints to keep")
     resume: Literal["", "auto"] = setting("", "auto: continue the run, if it has a checkpoint")
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = setting(64, "most sequences per forward pass; less saves memory")
+    device_batch_size: int = setting(64, "largest micro-batch, in sequences; lower to save memory")
     compile: bool = setting(True, "use torch.compile; False starts sooner but trains more slowly")
     comm_timeout: int = setting(600, "timeout of collectives, in seconds")
 
@@ -139,9 +139,9 @@ class CastedLinear(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: rotates each channel pair (i, i + D/2).
+    """Rotary position embedding: rotates channels (i, i + D/2) by -position * frequencies[i].
 
-    By -position * frequencies[i] radians. Source, with another sign: arxiv.org/abs/2104.09864
+    Angles are in radians. Source, with the opposite sign: https://arxiv.org/abs/2104.09864
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -270,7 +270,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
         max_chunks = 2 if x.is_cuda else 8  # for GPUs, a guess
-        # On CPUs, more than 8 chunks, or fewer than 512 x 50304 logits each, are slow (measured).
+        # On CPUs, chunks of fewer than 512 x 50304 logits are slow (measured).
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
         loss, grad_weight, grad_x = 0.0, 0.0, []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
@@ -1078,7 +1078,7 @@ class Log:
                 raise UserError(f"{self.path} cannot be written: free disk space, then resume")
 
     def progress(self, step, name, loss, others=None):
-        """Log a loss after `step` steps, the time so far, and other values. Raises if it is NaN."""
+        """Log a loss, the time so far and other values. Raises UserError for NaN or infinity."""
         ms = 1000 * self.seconds["train"]
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         more = "".join(f" {other}:{value:.4g}" for other, value in (others or {}).items())

@@ -76,7 +76,7 @@ def prepare(argv, yes):
     elif folder == FINEWEB:
         if args.device != "cpu" and torch.cuda.device_count() == 0:
             raise ValueError(
-                "no GPU was found, and these settings are for GPUs: on a CPU, it takes months. "
+                "no GPU was found, and these settings are for GPUs: on a CPU, a run takes months. "
                 "Try `bash run.sh` or `bash run.sh modern --preset=small`, or pass "
                 "--device=cpu"
             )

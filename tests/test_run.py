@@ -393,6 +393,21 @@ def test_gradients_do_not_depend_on_micro_batches(dtype, tolerance, tiny):
             assert (g - expected[name]).norm() <= tolerance * expected[name].norm(), name
 
 
+def test_a_gpu_keeps_the_settings_of_pytorch(tiny, monkeypatch):
+    def stop(args, device):
+        raise InterruptedError
+
+    monkeypatch.setattr(train_gpt2, "join_ranks", lambda args: torch.device("cuda"))
+    monkeypatch.setattr(train_gpt2, "open_data", stop)  # comes next
+    with pytest.raises(InterruptedError):
+        set_up(tiny)
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    assert torch._functorch.config.activation_memory_budget == 1.0
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
 @pytest.mark.parametrize("length, fused", [(512, False), (513, True)])
 def test_a_cpu_uses_unfused_attention_for_short_sequences(length, fused):
     train_gpt2.configure_cpu(Hyperparameters(sequence_length=length))

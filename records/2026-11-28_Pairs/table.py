@@ -1,15 +1,15 @@
-"""Print what each change does to the loss of preset `small`, in pairs of runs with equal seeds.
-
-python table.py
-"""
+"""Print what each change does to the loss of preset `small`, in pairs of equal seeds."""
 
 import math
 import statistics
+import sys
+from pathlib import Path
 
 from scipy import stats
 from train_pairs import FIRST_SEEDS, MORE_SEEDS, ROWS, best_adamw, differences, loss_of
 
-from report import markdown  # isort: skip  (its folder is known after train_pairs)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from report import markdown
 
 # What the change costs on 8xH100, in steps where a public record says so, and its sign: 1 if the
 # loss rises, -1 if it falls, None if it is not known. The numbers are those of the records.
@@ -39,13 +39,11 @@ PUBLIC = {
 
 
 def holm(p_values):
-    """Return {name: p corrected by Holm}."""
+    """Return {name: p corrected by Holm for all rows of PUBLIC, also those without runs}."""
     corrected, largest = {}, 0.0
     ranked = sorted(p_values.items(), key=lambda pair: pair[1])
     for rank, (name, p) in enumerate(ranked):
-        largest = max(
-            largest, min(1.0, p * (len(PUBLIC) - rank))
-        )  # for all rows, also missing ones
+        largest = max(largest, min(1.0, p * (len(PUBLIC) - rank)))
         corrected[name] = largest
     return corrected
 

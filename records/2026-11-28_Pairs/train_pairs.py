@@ -2,9 +2,9 @@
 
     python train_pairs.py [--data FOLDER]     # FOLDER holds small/, default: data of the repository
 
-RUNS fixes the runs and their order. All runs use the code of CODE, which the changes edit. Complete
-logs, weights and checkpoints are in work/; logs/ gets each finished log, shortened. The program can
-be stopped and started at any time: it keeps finished runs and continues unfinished ones.
+stages() fixes the runs and their order. All of them use the scripts of commit CODE, edited as in
+CHANGES. Complete logs and weights are in work/; logs/ gets the finished logs, shortened.
+The program can be stopped and started at any time: it keeps finished runs and continues others.
 """
 
 import argparse
@@ -57,7 +57,7 @@ CHANGES = {
     "no_zero_projections": [(CORE, "nn.init.zeros_(self.c_proj.weight)", "pass")],
     "no_value_tables": [(MODERN, "i in self.table_layers", "False")],
     "no_offset_keys": [NO_OFFSET],
-    # Without channels that have no position, there is nothing to offset: against no_offset_keys
+    # Without channels that have no position, nothing can be offset: see AGAINST
     "full_rotary": [
         (
             MODERN,
@@ -95,7 +95,7 @@ ADAMW = [name for name in CHANGES if name.startswith("adamw_")]
 ROWS = [name for name in CHANGES if name not in ("base", "steps_300", *ADAMW)] + ["adamw"]
 FIRST_SEEDS, MORE_SEEDS = (1, 2, 3, 4, 5), (6, 7, 8)
 SMALL_EFFECT = 0.01  # nats; rows with a smaller effect in five pairs get MORE_SEEDS
-OPPOSITE = {"full_rotary": "no_offset_keys"}  # rows that are not compared with the base
+AGAINST = {"full_rotary": "no_offset_keys"}  # rows that are not compared with the base
 
 
 def loss_of(name, seed):
@@ -110,7 +110,7 @@ def differences(row):
     name = best_adamw() if row == "adamw" else row
     pairs = {}
     for seed in FIRST_SEEDS + MORE_SEEDS:
-        losses = loss_of(name, seed), loss_of(OPPOSITE.get(row, "base"), seed)
+        losses = loss_of(name, seed), loss_of(AGAINST.get(row, "base"), seed)
         if None not in losses:
             pairs[seed] = round(losses[0] - losses[1], 4)
     return pairs
@@ -137,7 +137,7 @@ def stages():
         if abs(sum(pairs[seed] for seed in FIRST_SEEDS)) < SMALL_EFFECT * len(FIRST_SEEDS):
             name = best_adamw() if row == "adamw" else row
             yield [(name, seed) for seed in MORE_SEEDS]
-            yield [(OPPOSITE.get(row, "base"), seed) for seed in MORE_SEEDS]
+            yield [(AGAINST.get(row, "base"), seed) for seed in MORE_SEEDS]
 
 
 def next_runs():

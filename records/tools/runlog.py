@@ -204,7 +204,8 @@ def read(path):
     try:
         starts = read_starts(text)
         last = starts[-1]
-        require(len({start.settings["seed"] for start in starts}) == 1, "")  # see below
+        if len({start.settings["seed"] for start in starts}) > 1:
+            raise ValueError("another seed")
         run = Run(
             path=path,
             source=last.source,
