@@ -286,7 +286,7 @@ def on_gpu(args, recipe, world_size, running):
             validation=None,
             micro_batch_size=sizes[-1],
             fixed={},
-            log=None,
+            log=lambda line: None,
             stop_request=train_gpt2.StopRequest(),
         )
         # compile_model raises this when it reads the training loss, after all graphs are compiled.
