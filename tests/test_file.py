@@ -13,6 +13,7 @@ import pytest
 import torch
 import train_modern
 from conftest import ROOT, SCRIPT, last_bits, losses, run_here, run_subprocess, validations
+from torch import nn
 
 import train_gpt2
 
@@ -114,6 +115,22 @@ def run_examples_of_readme():
     return names
 
 
+class ExampleModel(nn.Module):
+    """A model for README's examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        self.head = nn.Linear(64, 100)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 @pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)])
 def test_the_short_muon_in_readme_equals_the_real_one(shape):
     """Up to the rounding of updates to bfloat16, over several steps."""
@@ -131,10 +148,11 @@ def test_the_short_muon_in_readme_equals_the_real_one(shape):
 
 
 def test_the_muon_example_in_readme_runs():
-    names = run_examples_of_readme()
-    before = [parameter.detach().clone() for parameter in names["model"].parameters()]
-    names["model"](torch.arange(3)).sum().backward()
-    for optimizer in names["optimizers"]:
+    model = ExampleModel()
+    optimizers = run_examples_of_readme()["build_optimizers"](model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.arange(3)).square().sum().backward()
+    for optimizer in optimizers:
         optimizer.step()
-    for parameter, old in zip(names["model"].parameters(), before, strict=True):
+    for parameter, old in zip(model.parameters(), before, strict=True):
         assert not torch.equal(parameter, old)

@@ -90,16 +90,15 @@ class Muon(torch.optim.Optimizer):
     beta2: decay of NorMuon's moving averages of the mean square of each row (column if M < N), by
       whose root the row is divided. 0 disables NorMuon. Source: https://arxiv.org/abs/2510.05491
     cautious: decay only entries that the update moves towards zero.
-    process_group: the ranks that hold the same parameters and share the work, for example
+    process_group: the ranks that hold the same parameters, as with DDP, and share the work, such as
       torch.distributed.group.WORLD after init_process_group (before, it is None: no sharing).
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32. Updates are rounded to bfloat16.
     Raises ValueError if a parameter, a value or a loaded state is invalid.
 
     Average the gradients over the ranks before step(), as DDP does. All ranks must pass the
-    parameters in the same order, and a parameter must have a gradient on all ranks or on none.
-    DDP: pass process_group. One rank orthogonalizes a parameter and sends the update to the others;
-    every rank's state_dict() is complete. FSDP2, also with tensor parallelism: the ranks of the
-    mesh share the work; save the sharded momenta with torch.distributed.checkpoint.
+    parameters in the same order, and each parameter must have a gradient on all ranks or on none.
+    With process_group, every rank has the full state. With FSDP2, also with tensor parallelism, the
+    ranks of the mesh share the work; save the sharded momenta with torch.distributed.checkpoint.
     """
 
     def __init__(
@@ -183,8 +182,7 @@ class Muon(torch.optim.Optimizer):
         if self.process_group is not None:
             rank = dist.get_rank(self.process_group)
         elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            fix = "pass process_group=... if they hold the same parameters"
-            warnings.warn(f"Muon is repeating all work on every rank; {fix}", stacklevel=5)
+            warnings.warn("Muon repeats all work on every rank; pass process_group", stacklevel=5)
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         # Each rank fills the slots of its own parameters; the sum over the ranks has all updates.
@@ -200,11 +198,16 @@ class Muon(torch.optim.Optimizer):
                 updates[p].copy_(update)
         if len(rank_costs) > 1:
             dist.all_reduce(buffer, group=self.process_group)
-        for p, update in updates.items():
-            shapes = block_shapes(p, group)
+        for batch in batches_of(params):
+            stacked = torch.stack([updates[p] for p in batch])
+            shapes = block_shapes(batch[0], group)
             if group["beta2"]:
-                equalize_rows(update, self.state[p]["row_squares"], shapes, group["beta2"])
-            apply_update(p, update, shapes, group)
+                averages = torch.stack([self.state[p]["row_squares"] for p in batch])
+                equalize_rows(stacked, averages, shapes, group["beta2"])
+                for p, average in zip(batch, averages):
+                    self.state[p]["row_squares"].copy_(average)
+            for p, update in zip(batch, stacked):
+                apply_update(p, update, shapes, group)
 
     def update_dtensors(self, params, group):
         """Collective: update DTensors of equal shape and placements."""
@@ -221,8 +224,7 @@ class Muon(torch.optim.Optimizer):
             # Each rank updates the averages of its parameters, and then all ranks receive them.
             replicated = torch.stack([self.state[p]["row_squares"] for p in params])
             averages = replicated.redistribute(placements=by_parameter)
-            for update, average in zip(updates.to_local(), averages.to_local()):
-                equalize_rows(update, average, shapes, group["beta2"])
+            equalize_rows(updates.to_local(), averages.to_local(), shapes, group["beta2"])
             for p, average in zip(params, averages.full_tensor()):
                 self.state[p]["row_squares"].to_local().copy_(average)
         updates = updates.redistribute(placements=sharded.placements)
@@ -253,20 +255,19 @@ def orthogonalize_blocks(directions, shapes, group):
     return updates
 
 
-def equalize_rows(update, averages, shapes, beta2):
+def equalize_rows(updates, averages, shapes, beta2):
     """Divide each row (column if M < N) by the root of an average; restore the norm of each matrix.
 
-    update: of one parameter, changed in place. averages: of the rows' mean squares, 1-D, updated in
-    place. They start at 0, so at step t all of them share the factor 1 - beta2^t, which restoring
-    the norm cancels. shapes: see block_shapes.
+    updates: (parameters, *shape), changed in place. averages: (parameters, rows), of the mean
+    squares, updated in place; restoring the norm corrects their bias. shapes: see block_shapes.
     """
     sizes = [matrices * max(M, N) for matrices, M, N in shapes]
-    for block, average in zip(split_blocks(update, shapes), averages.split(sizes)):
+    averages = averages.view(-1, sum(sizes)).split(sizes, dim=1)
+    for block, average in zip(split_blocks(updates, shapes), averages):
         dim = 2 if block.size(1) >= block.size(2) else 1
         squares = block.float().square().mean(dim)  # (matrices, M or N)
-        average = average.view_as(squares)
-        average.lerp_(squares.type_as(average), 1 - beta2)
-        scale = average.float().clamp(min=1e-10).rsqrt()
+        average.lerp_(squares.view_as(average).type_as(average), 1 - beta2)
+        scale = average.float().clamp(min=1e-10).rsqrt().view_as(squares)
         norm2_before = squares.sum(1, keepdim=True)
         norm2_after = (squares * scale.square()).sum(1, keepdim=True).clamp(min=1e-20)
         block.mul_((scale * (norm2_before / norm2_after).sqrt()).unsqueeze(dim))
@@ -278,8 +279,7 @@ def apply_update(p, update, shapes, group):
     if group["weight_decay"]:
         decay = 1 - lr * group["weight_decay"]
         p.mul_(torch.where(p * update > 0, decay, 1.0) if group["cautious"] else decay)
-    _, M, N = shapes[0]
-    p.add_(update, alpha=-lr * LR_FACTORS[group["adjust_lr_fn"]](M, N))
+    p.add_(update, alpha=-lr * LR_FACTORS[group["adjust_lr_fn"]](*shapes[0][1:]))
 
 
 def block_shapes(p, group):
