@@ -22,20 +22,21 @@ KEY_BYTES = 8
 
 def costs(rows, gpu, world_size):
     """Return {quantity: value} for a step; milliseconds, or GB for memory."""
-    table = rows * CHANNELS * BYTES
+    table_bytes = rows * CHANNELS * BYTES
     bandwidth = plan.STREAM_SHARE * gpu.bandwidth
-    gathered = TOKENS * (KEY_BYTES + CHANNELS * BYTES)
+    gathered_bytes = TOKENS * (KEY_BYTES + CHANNELS * BYTES)
     on_others = (world_size - 1) / world_size  # the fraction of the data that other ranks have
-    scattered = 3 * TOKENS * CHANNELS * BYTES  # read each row's gradient; read and write the sum
+    # Reads the gradient of each row; reads and writes its sum.
+    scattered_bytes = 3 * TOKENS * CHANNELS * BYTES
     scatter_bandwidth = plan.SCATTER_SHARE * gpu.bandwidth
     return {
-        "memory, GB": 4 * table / 1e9,  # weights, gradients and two states
+        "memory, GB": 4 * table_bytes / 1e9,  # weights, gradients and two states
         # AdamW reads four of these and writes three; the gradient is set to zero first.
-        "AdamW, ms": 1e3 * 8 * table / bandwidth,
-        "dense: all-reduce, ms": 1e3 * 2 * on_others * table / gpu.bus,
-        "dense: scatter, ms": 1e3 * scattered / world_size / scatter_bandwidth,
-        "gathered: all-gather, ms": 1e3 * on_others * gathered / gpu.bus,
-        "gathered: scatter, ms": 1e3 * scattered / scatter_bandwidth,
+        "AdamW, ms": 1e3 * 8 * table_bytes / bandwidth,
+        "dense: all-reduce, ms": 1e3 * 2 * on_others * table_bytes / gpu.bus,
+        "dense: scatter, ms": 1e3 * scattered_bytes / world_size / scatter_bandwidth,
+        "gathered: all-gather, ms": 1e3 * on_others * gathered_bytes / gpu.bus,
+        "gathered: scatter, ms": 1e3 * scattered_bytes / scatter_bandwidth,
     }
 
 

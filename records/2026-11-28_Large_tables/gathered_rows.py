@@ -42,6 +42,7 @@ class GatheredTable(nn.Module):
         self.rows = self.weight.detach()[self.keys].requires_grad_()
 
     def forward(self, tokens):
+        """Return the rows that look_up has read for these tokens, (B, T, C)."""
         return self.rows
 
     def add_up_gradients(self):
@@ -81,13 +82,14 @@ def train_step(run, inputs, targets):
 
 def with_gathered_rows(run):
     """Return a second run with the same weights, whose table is a GatheredTable."""
-    torch.manual_seed(run.args.seed)
     model = train_modern.ModernGPT(run.args, run.model.dtype).to(run.device)
     optimizers = train_modern.build_optimizers(model, run.args)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]  # as in train_gpt2.set_up
+    model.load_state_dict(run.model.state_dict())
     model.ngrams = GatheredTable(model.ngrams)
+    # The compiler runs the model once before the first step.
     shape = run.micro_batch_size, run.args.sequence_length
     model.ngrams.look_up(torch.zeros(shape, dtype=torch.int64, device=run.device))
     return dataclasses.replace(run, model=model, optimizers=optimizers)

@@ -82,13 +82,13 @@ class Muon(torch.optim.Optimizer):
 
     params: matrices (M, N) with M outputs, as in nn.Linear, stacks of matrices (experts, M, N), or
       4-D convolution kernels, which are flattened to (M, N).
-    lr, weight_decay, momentum, nesterov, ns_steps, eps: as in torch.optim.Muon, but eps is added.
+    lr, weight_decay, momentum, nesterov, ns_steps: as in torch.optim.Muon. eps: added to the norm.
     ns_coefficients: as there, or a list with (a, b, c) for each step; then ns_steps is ignored.
     adjust_lr_fn: as there ("original" by default), or "unit_rms"; see LR_FACTORS.
     blocks: the number of equal blocks of rows in each matrix, or a list with their numbers of rows.
       Each block, such as a head, or q, k or v of one parameter, is orthogonalized separately.
-    beta2: decay of NorMuon's moving averages of the mean square of each row (column if M < N), by
-      whose root the row is divided. 0 disables NorMuon. Source: https://arxiv.org/abs/2510.05491
+    beta2: NorMuon divides each row (column if M < N) by the root of a moving average of its mean
+      square. This is the decay of that average; 0 disables it. https://arxiv.org/abs/2510.05491
     cautious: decay only entries that the update moves towards zero.
     process_group: the ranks that hold the same parameters, as with DDP, and share the work, such as
       torch.distributed.group.WORLD after init_process_group (before, it is None: no sharing).
@@ -117,7 +117,7 @@ class Muon(torch.optim.Optimizer):
         ))  # fmt: skip
 
     def add_param_group(self, param_group):
-        """Add a group of parameters. Raises ValueError if Muon cannot handle it."""
+        """Add a group. If Muon cannot handle it, raise ValueError, but the group stays added."""
         super().add_param_group(param_group)
         check_muon_group(self.param_groups[-1])
 
@@ -158,7 +158,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def update_momentum(self, p, group):
-        """Update the moving average of the gradients of p."""
+        """Create missing state, give p.grad the placements of p, and update the momentum."""
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
@@ -196,7 +196,7 @@ class Muon(torch.optim.Optimizer):
             results = orthogonalize_blocks(directions, block_shapes(batch[0], group), group)
             for p, update in zip(batch, results):
                 updates[p].copy_(update)
-        if len(rank_costs) > 1:
+        if self.process_group is not None:
             dist.all_reduce(buffer, group=self.process_group)
         for batch in batches_of(params):
             stacked = torch.stack([updates[p] for p in batch])
@@ -214,7 +214,7 @@ class Muon(torch.optim.Optimizer):
         shapes = block_shapes(params[0], group)
         sharded = torch.stack([self.direction(p, group) for p in params])
         if [*map(type, sharded.placements)] != [*map(type, params[0].placements)]:
-            raise RuntimeError("torch.stack loses the order of shards: use torch 2.13 or newer")
+            raise RuntimeError("torch.stack lost the order of shards: use torch 2.13 or newer")
         # Splitting dimension 0, the list of parameters, leaves each parameter whole on a rank.
         by_parameter = [dist.tensor.Shard(0)] * sharded.device_mesh.ndim
         directions = sharded.redistribute(placements=by_parameter)
@@ -233,7 +233,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize_blocks(directions, shapes, group):
-    """Return the updates, in bfloat16; apply_update multiplies them by the first block's factor.
+    """Return updates in bfloat16, scaled so that the first block's factor of lr suits all blocks.
 
     directions: (parameters, *shape), of equal shape. shapes: see block_shapes.
     """
@@ -283,7 +283,7 @@ def apply_update(p, update, shapes, group):
 
 
 def block_shapes(p, group):
-    """Return (matrices, M, N) for each block of a list, or once for all blocks of equal size."""
+    """Return (matrices, M, N) for each block of a list, or one for all blocks of equal size."""
     stack, rows, N = p.shape if p.ndim == 3 else (1, p.size(0), p.shape[1:].numel())
     blocks = group["blocks"]
     if isinstance(blocks, int):
@@ -292,13 +292,13 @@ def block_shapes(p, group):
 
 
 def split_blocks(params, shapes):
-    """Return a view (matrices, M, N) for each entry of shapes of params, which are contiguous."""
+    """Split contiguous params, (parameters, *shape), into one (matrices, M, N) view per shape."""
     sizes = [M for _, M, _ in shapes]
     return params.view(-1, sum(sizes), shapes[0][2]).split(sizes, dim=1)
 
 
 def parameter_cost(shapes):
-    """Return a tenth of the FLOPs of orthogonalizing a parameter, within 25%."""
+    """Return a tenth of the FLOPs of orthogonalizing a parameter in five steps, within 25%."""
     return sum(matrices * min(M, N) ** 2 * (M + N + min(M, N)) for matrices, M, N in shapes)
 
 
