@@ -343,7 +343,7 @@ def test_the_first_run_says_which_loss_to_expect():
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("records/**/*.md"))]
 RESULTS = {  # {name in README: its logs}
     "--preset=cpu": "2026-11-28_First_run/cpu_seed*.txt",
-    "modern --preset=small": "2026-11-27_Plain_core/small/after_seed*.txt",
+    "modern --preset=small": "2026-11-28_Pairs/logs/base_seed*.txt",
     "modern --preset=text": "2026-11-28_First_run/text/text_seed*.txt",
 }
 
