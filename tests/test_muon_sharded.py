@@ -206,7 +206,7 @@ def step_with_the_stack_of_an_older_torch(rank, world_size):
     muon = Muon([p], 0.01)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "stack", stack_without_split_factor)
-        with pytest.raises(RuntimeError, match=r"loses the order of shards: use torch 2\.13"):
+        with pytest.raises(RuntimeError, match=r"lost the order of shards: use torch 2\.13"):
             muon.step()
 
 
