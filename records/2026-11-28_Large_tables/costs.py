@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "records" / "modern"), str(ROOT / "records" / "tools")]
 import gpu_compiler  # noqa: E402
 import plan  # noqa: E402
+from report import markdown  # noqa: E402
 
 TOKENS = 2**18  # of a step
 CHANNELS = 768
@@ -41,15 +42,12 @@ def costs(rows, gpu, world_size):
 
 
 def main():
-    settings = {"8 x H100": ("H100", 8), "1 x 4090": ("4090", 1)}
-    header = None
-    for name, (device, world_size) in settings.items():
-        for rows in 251_520, 1_000_000, 4_000_000:  # the first: preset modern
-            cells = costs(rows, gpu_compiler.GPUS[device], world_size)
-            if header is None:
-                header = ["GPUs", "rows", *cells]
-                print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
-            print(f"| {name} | {rows:,} | " + " | ".join(f"{x:.1f}" for x in cells.values()) + " |")
+    rows = []
+    for name, device, world_size in ("8 x H100", "H100", 8), ("1 x 4090", "4090", 1):
+        for size in 251_520, 1_000_000, 4_000_000:  # the first: preset modern
+            values = costs(size, gpu_compiler.GPUS[device], world_size)
+            rows.append([name, f"{size:,}", *(f"{value:.1f}" for value in values.values())])
+    print(markdown(["GPUs", "rows", *values], rows))
 
 
 if __name__ == "__main__":

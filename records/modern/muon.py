@@ -198,16 +198,16 @@ class Muon(torch.optim.Optimizer):
                 updates[p].copy_(update)
         if self.process_group is not None:
             dist.all_reduce(buffer, group=self.process_group)
-        for batch in batches_of(params):
-            stacked = torch.stack([updates[p] for p in batch])
-            shapes = block_shapes(batch[0], group)
-            if group["beta2"]:
+        if group["beta2"]:
+            for batch in batches_of(params):
+                stacked = torch.stack([updates[p] for p in batch])
                 averages = torch.stack([self.state[p]["row_squares"] for p in batch])
-                equalize_rows(stacked, averages, shapes, group["beta2"])
-                for p, average in zip(batch, averages):
+                equalize_rows(stacked, averages, block_shapes(batch[0], group), group["beta2"])
+                for p, update, average in zip(batch, stacked, averages):
+                    updates[p] = update
                     self.state[p]["row_squares"].copy_(average)
-            for p, update in zip(batch, stacked):
-                apply_update(p, update, shapes, group)
+        for p, update in updates.items():
+            apply_update(p, update, block_shapes(p, group), group)
 
     def update_dtensors(self, params, group):
         """Collective: update DTensors of equal shape and placements."""
