@@ -258,10 +258,10 @@ def trained(settings, processes=1, script=SCRIPT):
     return done.stdout
 
 
-def run_here(settings, steps=math.inf, recipe=train_gpt2.RECIPE, **changes):
+def run_here(settings, steps=math.inf, recipe=train_gpt2.RECIPE, fault=None, **changes):
     """Run in this process and act as if a signal arrived during step number `steps`.
 
-    Return main's result.
+    fault(run), if given, is called before each step. Return main's result.
     """
     args = recipe.settings(**{**settings, **changes})
     stop = train_gpt2.StopRequest()
@@ -273,6 +273,8 @@ def run_here(settings, steps=math.inf, recipe=train_gpt2.RECIPE, **changes):
         steps_left -= 1
         if steps_left == 0:
             stop.received = True
+        if fault is not None:
+            fault(run)
         return train_step(run, inputs, targets)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -403,7 +405,7 @@ def bits_of(value):
 def forkserver():
     """Return the context for processes forked from a server that has imported torch."""
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2", "train_modern"])
+    context.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "train_gpt2"])
     return context
 
 

@@ -9,7 +9,7 @@ import evaluate
 import pytest
 import torch
 import weights
-from conftest import run_tool, small_state, write_run_on_own_tokens, write_shard, write_weights
+from conftest import small_state, write_run_on_own_tokens, write_shard, write_weights
 
 import train_gpt2
 from train_gpt2 import Hyperparameters, UserError
@@ -147,10 +147,3 @@ def test_mistakes_are_found_before_the_first_row(
     with pytest.raises(error, match=sentence):
         run(capsys, path, "a.txt", name)
     assert "| a.txt" not in capsys.readouterr().out
-
-
-def test_the_command_prints_a_table(plain_run, tmp_path):
-    (tmp_path / "a.txt").write_text("def f7(x):")
-    arguments = tmp_path / "a.txt", "--device=cpu", f"--weights={plain_run}"
-    done = run_tool("evaluate.py", *arguments)
-    assert done.returncode == 0 and f"| {tmp_path}/a.txt | 10 | " in done.stdout

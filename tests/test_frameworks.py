@@ -360,18 +360,3 @@ def test_a_last_hidden_state_that_does_not_give_the_logits_is_refused(model):
     hf.gpt.register_forward_hook(lambda gpt, inputs, logits: 0.5 * logits)
     with pytest.raises(ValueError, match="are not those of its head"):
         hf.base_model(random_tokens(1, 8))
-
-
-@writes_tokenizer
-def test_trl_fine_tunes_by_its_defaults(model, tmp_path):
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    options = trl.SFTConfig(
-        str(tmp_path), max_steps=2, per_device_train_batch_size=2, use_cpu=True, bf16=False,
-        report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
-    )  # fmt: skip
-    texts = datasets.Dataset.from_dict({"text": ["abc " * i for i in (5, 9, 7, 2)]})
-    hf = copy.deepcopy(model.hf).requires_grad_(True)
-    tokenizer = export.tokenizer_of(BYTES, 512)
-    trainer = trl.SFTTrainer(hf, options, train_dataset=texts, processing_class=tokenizer)
-    assert trainer.train().global_step == 2
-    assert any(not torch.equal(p, q) for p, q in zip(hf.parameters(), model.hf.parameters()))

@@ -1,7 +1,6 @@
 """The models and their training: against a plain implementation, and by their properties."""
 
 import functools
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -11,19 +10,16 @@ import train_modern
 from conftest import (
     MODERN,
     MODERN_SCRIPT,
-    SCRIPT,
     TINY,
     both_dtypes,
     faulty_script,
-    last_bits,
-    losses,
-    run_forked,
     run_ranks,
     take_step,
     trained,
     validations,
 )
 from plain import PlainGPT, plain_optimizers, plain_step
+from test_ideas import KILL, check_resumed
 from test_survive import with_recipe
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +27,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import train_gpt2
 from train_gpt2 import (
     GPT,
-    MLP,
     RECIPE,
     Hyperparameters,
     LinearCrossEntropy,
@@ -124,15 +119,6 @@ def test_a_position_depends_on_all_earlier_tokens_and_no_later_one(recipe, dtype
         changed[:, place] = (changed[:, place] + 1) % 64
         differs = (gpt(inputs) != gpt(changed)).any(-1)
         assert not differs[:, :place].any() and differs[:, place:].all()
-
-
-def test_the_loss_is_that_of_the_logits_which_do_not_depend_on_the_length():
-    gpt, args = make_model(recipe=train_modern.RECIPE)
-    inputs, targets = make_batch(args)
-    logits = gpt(inputs)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    torch.testing.assert_close(gpt(inputs, targets), expected)
-    torch.testing.assert_close(gpt(inputs[:, :5]), logits[:, :5])
 
 
 # ---- The head: logits for a chunk of tokens at a time --------------------------------------------
@@ -357,9 +343,6 @@ def test_a_compiled_model_is_the_eager_one(backend, dtype, recipe, n_layer, monk
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-# What rank 0 does before the fifth step
-KILL = "os.kill(os.getpid(), 9)"
-STOP = "run.stop_request.received = True"
 WINDOWS = dict(
     n_layer=4, attention_window=512, document_token=3, ngram_rows=499, sequence_length=256,
     batch_size=8, num_iterations=8, momentum_warmup_fraction=0.5, momentum_cooldown_fraction=0.25,
@@ -369,64 +352,14 @@ WINDOWS = dict(
 )  # fmt: skip
 
 
-def check_resuming(fields, processes, script, interrupted_script, whole):
-    """Interrupt a run, resume it, and compare its last checkpoint with that of a whole run."""
-    fields = {**fields, "run_id": "part", "resume": "auto"}
-    done = run_forked(fields, processes, interrupted_script)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    assert "\ncontinuing after step " in trained(fields, processes, script)
-    assert last_bits(whole.parent / "part") == last_bits(whole)
-
-
 @pytest.mark.parametrize("settings, dtype", [(MODERN, "bfloat16"), (WINDOWS, "float32")])
 def test_ranks_train_alike_and_resume_to_the_bit(settings, dtype, tiny, tmp_path):
     fields = {**tiny, **settings, "dtype": dtype, "save_every": 2}
-    runs = [
-        validations(trained({**fields, "run_id": f"w{n}"}, n, MODERN_SCRIPT)) for n in (1, 2, 4)
-    ]
+    alone, four = (trained({**fields, "run_id": f"w{n}"}, n, MODERN_SCRIPT) for n in (1, 4))
+    script = with_recipe(faulty_script(tmp_path, KILL), MODERN_SCRIPT)
+    two = check_resumed(fields, MODERN_SCRIPT, script)
+    alone, *others = [[loss for _, loss in validations(shown)] for shown in (alone, two, four)]
     tolerance = 0.002 if dtype == "float32" else 0.01
-    alone, *others = [[loss for _, loss in run] for run in runs]
     assert alone[-1] < alone[0] - 0.2
     for other in others:
         assert other == pytest.approx(alone, abs=tolerance)
-    script = with_recipe(faulty_script(tmp_path, KILL), MODERN_SCRIPT)
-    check_resuming(fields, 2, MODERN_SCRIPT, script, tmp_path / "logs" / "w2")
-
-
-# ---- Randomness ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("processes, fault", [(1, STOP), (2, KILL)])
-def test_a_script_with_dropout_resumes_to_the_bit(processes, fault, tiny, tmp_path):
-    line = "return self.c_proj(F.relu(self.c_fc(x)).square())"
-    source = SCRIPT.read_text()
-    assert source.count(line) == 1
-    script = tmp_path / "train_gpt2.py"
-    script.write_text(source.replace(line, line.replace("F.relu(", "F.dropout(")))
-    fields = {**tiny, "save_every": 2}
-    whole = trained({**fields, "run_id": "whole"}, processes, script)
-    assert losses(whole) != losses(trained({**fields, "run_id": "unedited"}, processes))
-    interrupted = faulty_script(tmp_path, fault, script=script)
-    check_resuming(fields, processes, script, interrupted, tmp_path / "logs" / "whole")
-
-
-def dropout_masks(rank, world_size):
-    """Take two steps with dropout in every MLP; return the masks."""
-    masks = []
-
-    def forward(mlp, x):
-        masks.append(F.dropout(torch.ones_like(x)))
-        return mlp.c_proj(F.relu(mlp.c_fc(x * masks[-1])).square())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MLP, "forward", forward)
-        gpt, args = make_model()
-        for step in range(2):
-            take_step(gpt, build_optimizers(gpt, args), *make_batch(args, rows=4), args, step)
-    return masks
-
-
-def test_masks_of_dropout_depend_on_the_step_and_the_rank(tmp_path):
-    (alone,) = run_ranks(dropout_masks, 1, tmp_path / "alone")
-    first, second = run_ranks(dropout_masks, 2, tmp_path / "ranks")
-    assert all(map(torch.equal, alone, first))
-    # 2 ranks, steps, micro-batches and layers
-    assert len({mask.numpy().tobytes() for mask in first + second}) == 2**4

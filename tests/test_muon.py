@@ -74,17 +74,6 @@ def test_in_float32_it_is_the_plain_iteration(shape, given, orthogonalize, monke
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
 
 
-@both_dtypes
-@pytest.mark.parametrize("shape", [(24, 24), (24, 40), (40, 8), (8, 40)])
-def test_a_stack_is_orthogonalized_like_its_matrices(shape, dtype):
-    torch.manual_seed(0)
-    stack = torch.randn(2, 3, *shape)
-    products = getattr(torch, dtype)
-    alone = [orthogonalize(G, products) for G in stack.flatten(0, 1)]
-    together = orthogonalize(stack, products)
-    torch.testing.assert_close(together, torch.stack(alone).view_as(stack), rtol=0.02, atol=0.01)
-
-
 @both_files
 @both_dtypes
 @pytest.mark.parametrize("shape", [(24, 24), (24, 40), (40, 8), (8, 40)])
@@ -159,7 +148,7 @@ def test_singular_values_become_their_polynomial(shape, dtype, orthogonalize):
     [
         {"lr": -1}, {"lr": math.nan}, {"momentum": 1.0}, {"weight_decay": -1},
         {"beta2": 1.0}, {"beta2": -0.1}, {"beta2": math.nan},
-        {"adjust_lr_fn": "rms"}, {"dtype": torch.float16}, {"eps": -1e-7}, {"ns_steps": 0},
+        {"adjust_lr_fn": "rms"}, {"dtype": torch.float16}, {"eps": 0}, {"ns_steps": 0},
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused(options):
@@ -169,14 +158,18 @@ def test_invalid_values_are_refused(options):
         Muon(make_parameters(), **{"lr": 0.02, **options})
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (2, 2, 2, 2, 2)])
-def test_parameters_that_are_not_matrices_are_refused(shape):
-    params = [nn.Parameter(torch.zeros(shape))]
-    with pytest.raises(ValueError, match=r"Muon takes matrices, not .*: give this one to AdamW"):
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [((), torch.float32), ((5,), torch.float32), ((2,) * 5, torch.float32), ((2, 3), torch.cfloat)],
+)
+def test_parameters_that_are_not_matrices_are_refused(shape, dtype):
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype))]
+    with pytest.raises(ValueError, match=r"Muon takes matrices, not .*: use AdamW"):
         Muon(params, lr=0.02)
     muon = Muon(make_parameters(), lr=0.02)
-    with pytest.raises(ValueError, match=r"Muon takes matrices, not .*: give this one to AdamW"):
+    with pytest.raises(ValueError, match=r"Muon takes matrices, not .*: use AdamW"):
         muon.add_param_group(dict(params=params))
+    assert len(muon.param_groups) == 1
 
 
 @pytest.mark.parametrize("blocks", [0, 3, -2, [4, 8], [16, 16], []])
@@ -337,17 +330,6 @@ def test_a_subgroup_of_ranks_gives_the_same_bits(tmp_path):
 
 
 # ---- Steps, against the formulas -----------------------------------------------------------------
-@pytest.mark.parametrize("scale", [1.0, 1e-5, 1e6])
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 0.02), (torch.bfloat16, 0.05)])
-def test_a_first_step_is_the_orthogonalized_gradient_of_any_size(dtype, bound, scale):
-    (p,) = make_parameters([(16, 24)])
-    muon = Muon([p], lr=1.0, dtype=dtype)
-    before, p.grad = p.detach().clone(), scale * torch.randn(16, 24)
-    expected = 24**0.5 * exact_orthogonalization(p.grad)
-    muon.step()
-    assert relative(before - p - expected, expected) < bound
-
-
 @pytest.mark.parametrize("beta2, cautious", [(0.0, False), (0.9, False), (0.0, True), (0.9, True)])
 @pytest.mark.parametrize("shape", [(16, 16), (24, 16), (16, 24), (40, 8), (8, 40), (24, 4, 2, 1)])
 def test_twelve_steps_follow_the_formulas(shape, beta2, cautious):
@@ -392,6 +374,32 @@ def test_twelve_steps_follow_the_formulas(shape, beta2, cautious):
                 assert found.dtype == torch.float32
                 expected = squares[i].flatten()
                 torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0)
+
+
+def test_the_default_dtype_does_not_matter():
+    """In bfloat16, the factor of weight decay, 0.999, would become 1."""
+    ends = []
+    for dtype in torch.float32, torch.bfloat16:
+        params = make_parameters()
+        muon = Muon(params, lr=0.01, weight_decay=0.1, **NORMUON)
+        set_gradients(params, 0)
+        torch.set_default_dtype(dtype)
+        try:
+            muon.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        ends.append(params)
+    assert all(map(torch.equal, *ends))
+
+
+def test_parameters_of_one_group_may_be_on_several_devices():
+    alone, params = make_parameters([(8, 4)]), make_parameters([(8, 4), (8, 4)])
+    params[1] = nn.Parameter(params[1].to("meta"))
+    for some in alone, params:
+        for p in some:
+            p.grad = torch.ones_like(p)
+        Muon(some, **NORMUON).step()
+    assert torch.equal(alone[0], params[0])
 
 
 @pytest.mark.parametrize("options", [{}, NORMUON, {"cautious": True}, {"beta2": 0.9}])

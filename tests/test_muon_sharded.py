@@ -99,7 +99,13 @@ def train_on_mesh(rank, world_size, shape, where, options):
     check_equal(plain, plain_muon, sharded, other)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def with_all_options(rank, world_size, function, *arguments):
+    """Call a function once for each of OPTIONS, in the same processes."""
+    for name, options in OPTIONS.items():
+        print(f"Muon's options: {name}", flush=True)
+        function(rank, world_size, *arguments, options)
+
+
 @pytest.mark.parametrize(
     "shape, where",  # of the mesh, and placements on it
     [
@@ -107,8 +113,9 @@ def train_on_mesh(rank, world_size, shape, where, options):
         ((2,), [Replicate()]), ((2, 2), [Replicate(), Shard(0)]), ((2, 2), [Shard(0), Shard(1)]),
     ],
 )  # fmt: skip
-def test_sharded_parameters_get_the_bits_of_whole_ones(shape, where, options, tmp_path):
-    run_ranks(train_on_mesh, math.prod(shape), tmp_path / "ranks", shape, where, options)
+def test_sharded_parameters_get_the_bits_of_whole_ones(shape, where, tmp_path):
+    ranks = math.prod(shape)
+    run_ranks(with_all_options, ranks, tmp_path / "ranks", train_on_mesh, shape, where)
 
 
 def steps_of_a_mixed_group(rank, world_size):
@@ -130,29 +137,6 @@ def steps_of_a_mixed_group(rank, world_size):
         muon.step()
     for i, (p, q) in enumerate(zip(plain, mixed)):
         assert torch.equal(p, full(q)), i
-
-
-def steps_of_blocks(rank, world_size):
-    """Shards need not end where a block ends."""
-    mesh = make_mesh(world_size)
-    shapes = [(48, 16), (48, 16), (40, 24), (2, 40, 24)]
-    for dim in 0, 1:
-        plain = make_parameters(shapes)
-        sharded = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(dim)])) for p in plain]
-        for params in plain, sharded:
-            groups = [dict(params=params[:2], blocks=3), dict(params=params[2:], blocks=[8, 32])]
-            muon = Muon(groups, 0.01, process_group=dist.group.WORLD, beta2=0.9, cautious=True)
-            for step in range(3):
-                for i, p in enumerate(params):
-                    p.grad = gradient(p, 0, 10 * step + i)
-                    if params is sharded:
-                        p.grad = distribute_tensor(p.grad, mesh, p.placements)
-                muon.step()
-        assert all(torch.equal(p, full(q)) for p, q in zip(plain, sharded)), dim
-
-
-def test_blocks_may_be_divided_among_ranks(tmp_path):
-    run_ranks(steps_of_blocks, 3, tmp_path / "ranks")
 
 
 def steps_with_tensor_parallelism(rank, world_size, options):
@@ -185,9 +169,8 @@ def steps_with_tensor_parallelism(rank, world_size, options):
     check_equal(plain, muons[0], sharded, muons[1])
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_fsdp_with_tensor_parallelism_gets_the_bits_of_whole_parameters(options, tmp_path):
-    run_ranks(steps_with_tensor_parallelism, 4, tmp_path / "ranks", options)
+def test_fsdp_with_tensor_parallelism_gets_the_bits_of_whole_parameters(tmp_path):
+    run_ranks(with_all_options, 4, tmp_path / "ranks", steps_with_tensor_parallelism)
 
 
 def step_with_the_stack_of_an_older_torch(rank, world_size):
@@ -302,8 +285,7 @@ def compare_transformers(rank, world_size, shape, mixed):
     assert expected[-1] < expected[0] - 0.1
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("shape, mixed", [((2,), True), ((2, 2), False)])
 def test_a_transformer_trains_with_fully_shard_as_without(shape, mixed, tmp_path):
     run_ranks(compare_transformers, math.prod(shape), tmp_path / "ranks", shape, mixed)
 
@@ -412,10 +394,9 @@ def test_the_fsdp_example_in_readme_runs(tmp_path):
     run_ranks(run_the_fsdp_example_of_readme, 2, tmp_path / "ranks")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_mesh_of_one_rank_works_too(options, tmp_path):
+def test_a_mesh_of_one_rank_works_too(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
     try:
-        train_on_mesh(0, 1, (1,), [Shard(0)], options)
+        with_all_options(0, 1, train_on_mesh, (1,), [Shard(0)])
     finally:
         dist.destroy_process_group()

@@ -60,7 +60,7 @@ def test_a_file_limit_never_cuts_a_result(fields, loss, tmp_path):
     run_here(fields)
     size = os.path.getsize(tmp_path / "logs" / "r.txt")
     statuses = set()
-    for limit in range(size - 700, size + 100, 60):
+    for limit in range(size - 700, size + 100, 199):
         shutil.rmtree(tmp_path / "logs" / "r")
         os.remove(tmp_path / "logs" / "r.txt")
         done = run_forked(fields, script=launcher(tmp_path, LIMIT.format(limit)))
@@ -167,16 +167,6 @@ def test_a_kill_in_a_write_that_a_full_disk_cut_leaves_no_false_result(
     check_resumed(fields, loss)
 
 
-def test_a_log_that_was_replaced_survives_a_full_disk(fields, loss, tmp_path):
-    """A failed write cuts the file only to its size before the write."""
-    path = tmp_path / "logs" / "r.txt"
-    fault = f"path = Path({str(path)!r}); {REPLACE}; {LIMIT.format('len(data) + 10')}"
-    script = faulty_script(tmp_path, fault)
-    assert run_forked({**fields, "save_every": 2}, script=script).returncode == 1
-    assert "\nstep:4/6 train_loss:" in path.read_text()
-    check_resumed(fields, loss)
-
-
 # ---- Other runs ----------------------------------------------------------------------------------
 def test_a_slow_start_does_not_overwrite_a_finished_run(tiny, tmp_path, monkeypatch):
     """It had looked for results before it waited for its lock."""
@@ -192,15 +182,6 @@ def test_a_slow_start_does_not_overwrite_a_finished_run(tiny, tmp_path, monkeypa
     with pytest.raises(train_gpt2.UserError, match="r exists: pass another --run_id"):
         run_here(fields, seed=2)
     assert train_gpt2.read_pt(tmp_path / "logs" / "r" / "model.pt")["fixed"]["seed"] == 1
-
-
-def test_a_log_without_its_folder_is_refused(fields, tmp_path):
-    """The log may be of another run, or the folder with the result was deleted."""
-    trained(fields)
-    shutil.rmtree(tmp_path / "logs" / "r")
-    for changes in {}, {"resume": ""}:
-        with pytest.raises(train_gpt2.UserError, match="not created by this script"):
-            run_here(fields, **changes)
 
 
 # ---- Edits of the script -------------------------------------------------------------------------

@@ -286,20 +286,13 @@ os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")"""
 
 
 # ---- Non-finite numbers, memory, disk and output ------------------------------------------------
-@pytest.mark.parametrize(
-    "poison",
-    [
-        "run.model.h[1].mlp.c_fc.weight.data[0, 0] = math.nan",
-        "[s['momentum_buffer'].fill_(-math.inf) for s in run.optimizers[0].state.values()]",
-    ],
-)
-def test_a_state_that_is_not_finite_is_never_saved(poison, tiny, tmp_path):
-    code = f"""
+def test_a_state_that_is_not_finite_is_never_saved(tiny, tmp_path):
+    code = """
 save = train_gpt2.save_checkpoint
 
 def poison_and_save(run):
     if run.step == 4:
-        {poison}
+        next(iter(run.optimizers[0].state.values()))["momentum_buffer"][0, 0] = -math.inf
     return save(run)
 
 train_gpt2.save_checkpoint = poison_and_save"""
@@ -307,14 +300,6 @@ train_gpt2.save_checkpoint = poison_and_save"""
     said = error_of(run_forked(fields, 2, launcher(tmp_path, code)))
     assert said.endswith("4.pt was not written (NaN or infinity): lower the learning rates")
     assert checkpoints(tmp_path / "logs" / "n") == ["state_step0000000002.pt"]
-
-
-def test_a_result_that_is_not_finite_is_an_error(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "evaluate", lambda run: float("nan"))
-    with pytest.raises(UserError, match="val_loss is nan at step 0: lower"):
-        run_here(tiny, run_id="n")
-    assert not (tmp_path / "logs" / "n" / "model.pt").exists()
-    assert "\nval_loss: " not in (tmp_path / "logs" / "n.txt").read_text()
 
 
 def test_out_of_memory_names_the_setting_to_lower(tiny, tmp_path):
@@ -417,35 +402,28 @@ def test_a_shard_that_is_truncated_while_in_use_is_named_and_the_steps_are_saved
     fields = {**tiny, "run_id": "s", "resume": "auto"}
     path = tmp_path / "train_1.bin"
     whole = path.read_bytes()
-    train_step = train_gpt2.train_step
 
-    def truncate(run, inputs, targets):
+    def truncate(run):
         if run.step == 2:
             os.truncate(path, 1100)
-        return train_step(run, inputs, targets)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt2, "train_step", truncate)
-        with pytest.raises(UserError, match=r"train_1\.bin is truncated or unreadable: check"):
-            train_gpt2.main(Hyperparameters(**fields))
+    with pytest.raises(UserError, match=r"train_1\.bin is truncated or unreadable: check"):
+        run_here(fields, fault=truncate)
     (saved,) = checkpoints(tmp_path / "logs" / "s")
     path.write_bytes(whole)
     resumed = run_here(fields)
     assert saved >= "state_step0000000003.pt" and resumed == run_here({**tiny, "run_id": "whole"})
 
 
-def test_a_run_ends_if_its_folder_is_deleted(tiny, tmp_path, monkeypatch):
+def test_a_run_ends_if_its_folder_is_deleted(tiny, tmp_path):
     folder = tmp_path / "logs" / "r"
-    train_step = train_gpt2.train_step
 
-    def lose_folder(run, inputs, targets):
+    def lose_folder(run):
         if run.step == 4:
             folder.rename(tmp_path / "moved")
-        return train_step(run, inputs, targets)
 
-    monkeypatch.setattr(train_gpt2, "train_step", lose_folder)
     with pytest.raises(UserError, match=r"was not written .*No such file"):
-        run_here(tiny, run_id="r", save_every=2)
+        run_here(tiny, run_id="r", save_every=2, fault=lose_folder)
     assert not folder.exists()
 
 
@@ -476,8 +454,6 @@ REFUSALS = [
         {**HALF, "learning_rate": 0.02, "num_iterations": 5},
         r"3.pt was saved with num_iterations=6 \(here 5\), learning_rate=0.01 \(here 0.02\): use",
     ),
-    ({**HALF, "num_iterations": 9}, r"3.pt was saved with num_iterations=6 \(here 9\)"),
-    ({**HALF, "n_embd": 32}, r"3.pt was saved with n_embd=16 \(here 32\)"),
     ({**HALF, "seed": 1}, "half/state_step0000000003.pt was saved with seed=1337"),
     ({**FIRST, "seed": 1}, "first/model.pt was saved with seed=1337"),
     ({**FIRST, "num_iterations": 9}, "first/model.pt was saved with num_iterations=6"),
@@ -491,9 +467,7 @@ REFUSALS = [
     ({"run_id": "notes", "resume": "auto"}, FOREIGN),
     ({"run_id": "damaged", "resume": "auto"}, "all checkpoints in .*damaged are damaged"),
     ({**INIT, "n_head": 1}, r"first/model.pt was saved with n_head=2 \(here 1\): use the same"),
-    ({**INIT, "n_embd": 32}, ANOTHER_MODEL),
     ({**INIT, "n_layer": 1}, ANOTHER_MODEL),
-    ({**INIT, "vocab_size": 96}, ANOTHER_MODEL),
     ({**INIT, "init": "nowhere.pt"}, r"nowhere.pt cannot be used \(FileNotFoundError"),
     ({**INIT, "init": "logs/old.pt"}, "logs/old.pt cannot be used .*another version of the script"),
     ({**INIT, "init": "logs/edited.pt"}, f"edited.pt {ANOTHER_MODEL}"),
@@ -501,10 +475,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("changes, sentence", REFUSALS)
-def test_conflicts_with_earlier_runs_are_rejected(
-    changes, sentence, tiny, half, weights, tmp_path, monkeypatch
-):
+def test_conflicts_with_earlier_runs_are_rejected(tiny, half, weights, tmp_path, monkeypatch):
     """A user's own folders and files that have the name of a run or of its log stay as they are."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree("logs/half", "logs/damaged")
@@ -517,7 +488,8 @@ def test_conflicts_with_earlier_runs_are_rejected(
     write_weights(tmp_path / "logs" / "edited.pt", state | {"model": {"new": torch.zeros(1)}})
     del state["script"]
     write_weights(tmp_path / "logs" / "old.pt", state)
-    refused(sentence, tiny, **changes)
+    for changes, sentence in REFUSALS:
+        refused(sentence, tiny, **changes)
 
 
 def test_a_checkpoint_needs_the_optimizers_of_its_run(half):
@@ -573,19 +545,6 @@ def test_the_data_of_a_resumed_run_may_be_moved(half, tmp_path, capsys):
         os.rename(path, tmp_path / "moved" / path.name)
     run_here(half, train_files=f"{tmp_path}/moved/*.bin", val_loss_every=0)
     assert [step for step, _, _ in losses(capsys.readouterr().out)[-4:]] == list("4566")
-
-
-def test_any_token_that_differs_is_noticed_on_resume(half, tmp_path):
-    """Also before those that were trained on last, because another epoch may read them again."""
-    for shard, token in ("train_0.bin", 0), ("train_2.bin", 1198):
-        path = tmp_path / shard
-        whole = path.read_bytes()
-        edited = bytearray(whole)
-        edited[1024 + 2 * token] ^= 1
-        path.write_bytes(edited)
-        refused("was saved with train_data=", half)
-        path.write_bytes(whole)
-    assert run_here(half) is not None
 
 
 def test_a_finished_run_is_neither_trained_nor_changed_again(tiny, tmp_path):

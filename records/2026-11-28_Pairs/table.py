@@ -6,7 +6,16 @@ import sys
 from pathlib import Path
 
 from scipy import stats
-from train_pairs import FIRST_SEEDS, MORE_SEEDS, ROWS, best_adamw, differences, loss_of
+from train_pairs import (
+    FAILED,
+    FIRST_SEEDS,
+    MORE_SEEDS,
+    ROWS,
+    best_adamw,
+    differences,
+    loss_of,
+    planned_seeds,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from report import markdown
@@ -49,6 +58,9 @@ def holm(p_values):
 
 
 def verdict_of(row, mean, p):
+    missing = [f"{seed}" for seed in planned_seeds(row) if seed not in differences(row)]
+    if missing:
+        return f"none yet: seeds {', '.join(missing)} are missing"
     if p >= 0.05:
         return "not resolved"
     sign = PUBLIC[row][1]
@@ -92,11 +104,14 @@ def main():
         table.append([*cells, f"{len(d)}", f"{p:.2g}", verdict_of(row, mean, p)])
     head = ["change", "public effect, in steps (record)", "nats", "of the steps", "sd of pairs"]
     print("\n" + markdown([*head, "95% interval", "pairs", "p (Holm)", "verdict"], table))
-    resolved = [row for row in tested if corrected[row] < 0.05]
+    complete = [row for row in tested if {*planned_seeds(row)} <= differences(row).keys()]
+    resolved = [row for row in complete if corrected[row] < 0.05]
     signs = [row for row in tested if PUBLIC[row][1] is not None]
     same = [row for row in signs if PUBLIC[row][1] * statistics.mean(tested[row]) > 0]
-    print(f"\n{len(resolved)} of {len(tested)} rows are resolved at 0.05.")
-    print(f"{len(same)} of {len(signs)} signs are those of the public records.")
+    print(f"\n{len(resolved)} of the {len(complete)} complete rows are resolved at 0.05.")
+    print(f"{len(same)} of {len(signs)} mean differences have the sign of the public records.")
+    for (name, seed), reason in FAILED.items():
+        print(f"{name} with seed {seed} was not finished: {reason}.")
 
 
 if __name__ == "__main__":

@@ -32,10 +32,21 @@ def adamw(learning_rate):
     return [(MODERN, "return [muon, ", f"{built}\n    return [muon, ")]
 
 
-# {name: its settings and edits}. An edit is (file, text, replacement).
+# {name: its settings and edits}. An edit is (file, text, replacement). The changes with the largest
+# effects in the earlier table come first.
 CHANGES = {
     "base": [],
     "no_normuon": [(MODERN, "beta2=0.95", "beta2=0.0")],
+    "no_offset_keys": [NO_OFFSET],
+    "no_value_tables": [(MODERN, "i in self.table_layers", "False")],
+    "no_zero_projections": [(CORE, "nn.init.zeros_(self.c_proj.weight)", "pass")],
+    "no_ngram_table": ["--ngram_rows=0"],
+    "no_qk_norm": [
+        (MODERN, "norm(self.split_heads(self.c_q(x)))", "self.split_heads(self.c_q(x))"),
+        (MODERN, "norm(self.split_heads(self.c_k(x)))", "self.split_heads(self.c_k(x))"),
+    ],
+    "no_windows": ["--attention_window=0"],
+    "no_momentum_warmup": ["--momentum_warmup_fraction=0"],
     "no_cautious": [(MODERN, "cautious=True", "cautious=False")],
     "no_saved_input": [
         (MODERN, "outputs[self.saved_layer] if i > self.saved_layer else None", "None")
@@ -44,19 +55,9 @@ CHANGES = {
     "no_backout": [(MODERN, "x = x - self.backout_weight * outputs[self.saved_layer]", "pass")],
     "no_softcap": [(MODERN, "LOGIT_SOFTCAP = 15.0", "LOGIT_SOFTCAP = 0.0")],
     "no_weight_decay": ["--muon_weight_decay=0"],
-    "no_momentum_warmup": ["--momentum_warmup_fraction=0"],
     "gelu": [(CORE, "F.relu(self.c_fc(x)).square()", "F.gelu(self.c_fc(x))")],
-    "no_qk_norm": [
-        (MODERN, "norm(self.split_heads(self.c_q(x)))", "self.split_heads(self.c_q(x))"),
-        (MODERN, "norm(self.split_heads(self.c_k(x)))", "self.split_heads(self.c_k(x))"),
-    ],
-    "no_windows": ["--attention_window=0"],
-    "no_ngram_table": ["--ngram_rows=0"],
     "larger_table": ["--ngram_rows=40960"],
     "decay_to_zero": ["--final_lr_fraction=0"],
-    "no_zero_projections": [(CORE, "nn.init.zeros_(self.c_proj.weight)", "pass")],
-    "no_value_tables": [(MODERN, "i in self.table_layers", "False")],
-    "no_offset_keys": [NO_OFFSET],
     # Without channels that have no position, nothing can be offset: see AGAINST
     "full_rotary": [
         (
@@ -96,6 +97,7 @@ ROWS = [name for name in CHANGES if name not in ("base", "steps_300", *ADAMW)] +
 FIRST_SEEDS, MORE_SEEDS = (1, 2, 3, 4, 5), (6, 7, 8)
 SMALL_EFFECT = 0.01  # nats; rows with a smaller effect in five pairs get MORE_SEEDS
 AGAINST = {"full_rotary": "no_offset_keys"}  # rows that are not compared with the base
+FAILED = {}  # {(change, seed): why it cannot be finished}; these runs are not tried again
 
 
 def loss_of(name, seed):
@@ -116,25 +118,32 @@ def differences(row):
     return pairs
 
 
+def planned_seeds(row):
+    """Return the seeds of the pairs that decide about a row."""
+    first = [pair for seed, pair in differences(row).items() if seed in FIRST_SEEDS]
+    is_small = len(first) > 0 and abs(sum(first)) < SMALL_EFFECT * len(first)
+    return FIRST_SEEDS + MORE_SEEDS if is_small else FIRST_SEEDS
+
+
 def best_adamw():
     """Return the change with the best learning rate of AdamW, or None before all are trained."""
-    losses = {name: loss_of(name, 9) for name in ADAMW}
+    tried = [name for name in ADAMW if (name, 9) not in FAILED]
+    losses = {name: loss_of(name, 9) for name in tried}
     return None if None in losses.values() else min(losses, key=losses.get)
 
 
 def stages():
     """Yield lists of runs, (name, seed). Later lists depend on the results of earlier ones."""
     yield [("base", seed) for seed in FIRST_SEEDS]
-    for row in ROWS:
-        if row != "adamw":
-            yield [(row, seed) for seed in FIRST_SEEDS]
-    yield [(name, 9) for name in ADAMW]
-    yield [(best_adamw(), seed) for seed in FIRST_SEEDS]
-    yield [("steps_300", seed) for seed in FIRST_SEEDS]
+    # Three seeds of every row come first, so that the whole table is known early
+    for seeds in (FIRST_SEEDS[:3], FIRST_SEEDS[3:]):
+        yield [("steps_300", seed) for seed in seeds]
+        yield [(row, seed) for row in ROWS if row != "adamw" for seed in seeds]
+        yield [(name, 9) for name in ADAMW]
+        yield [(best_adamw(), seed) for seed in seeds]
     yield [("base", seed) for seed in MORE_SEEDS]
     for row in ROWS:
-        pairs = differences(row)
-        if abs(sum(pairs[seed] for seed in FIRST_SEEDS)) < SMALL_EFFECT * len(FIRST_SEEDS):
+        if planned_seeds(row) != FIRST_SEEDS:
             name = best_adamw() if row == "adamw" else row
             yield [(name, seed) for seed in MORE_SEEDS]
             yield [(AGAINST.get(row, "base"), seed) for seed in MORE_SEEDS]
@@ -143,7 +152,8 @@ def stages():
 def next_runs():
     """Return the runs of the first stage that are missing, or [] at the end."""
     for stage in stages():
-        if missing := [run for run in stage if loss_of(*run) is None]:
+        missing = [run for run in stage if loss_of(*run) is None and run not in FAILED]
+        if missing:
             return missing
     return []
 
@@ -169,13 +179,16 @@ def write_script(name):
 
 
 def shortened(log):
-    """Return a log with a checksum in place of the source, and with every tenth step only."""
-    title, _, rest = log.partition("\n")
-    source, _, rest = rest.partition("\nhyperparameter ")
-    digest = hashlib.sha256(source.encode()).hexdigest()
-    lines = f"hyperparameter {rest}".splitlines()
-    kept = [line for line in lines if not is_dropped(line)]
-    return "\n".join([title, f"source with sha256 {digest}", *kept, ""])
+    """Return a log with a checksum in place of each source, and with every tenth step only."""
+    lines = []
+    for start in f"\n{log}".split(f"\n{runlog.TITLE}")[1:]:  # more than one if it was resumed
+        title, _, rest = start.partition("\n")
+        source, _, rest = rest.partition("\nhyperparameter ")
+        digest = hashlib.sha256(source.encode()).hexdigest()
+        lines += [f"{runlog.TITLE}{title}", f"source with sha256 {digest}"]
+        rest = f"hyperparameter {rest}".splitlines()
+        lines += [line for line in rest if not is_dropped(line)]
+    return "\n".join([*lines, ""])
 
 
 def is_dropped(line):
@@ -184,8 +197,7 @@ def is_dropped(line):
     return step.startswith("step:") and not step.endswith("0") and " train_loss:" in rest
 
 
-def train(name, seed, data):
-    settings = write_script(name)
+def train(name, seed, settings, data):
     folder = WORK / name
     if not (folder / "data").exists():
         (folder / "data").symlink_to(data.resolve())
@@ -212,10 +224,13 @@ def main():
     parser.add_argument("--data", type=Path, default=ROOT / "data")
     data = parser.parse_args().data
     while runs := next_runs():
+        # Once for each change, because its runs share a folder
+        settings = {name: write_script(name) for name in dict(runs)}
+        tasks = [(name, seed, settings[name], data) for name, seed in runs]
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda run: train(*run, data), runs))
-        if next_runs() == runs:
-            sys.exit("No run finished.")
+            list(pool.map(lambda task: train(*task), tasks))
+        if missing := [run for run in runs if loss_of(*run) is None]:
+            sys.exit(f"Not finished: {missing}. Start again, or list them in FAILED.")
 
 
 if __name__ == "__main__":

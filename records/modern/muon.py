@@ -1,4 +1,4 @@
-"""A drop-in torch.optim.Muon that also handles DDP, DTensors, experts and heads. Copy this file."""
+"""A drop-in torch.optim.Muon for DDP, FSDP2, experts and heads. Copy this file (MIT license)."""
 
 import math
 import warnings
@@ -11,7 +11,7 @@ LR_FACTORS = {  # for each adjust_lr_fn, the factor of the learning rate of an M
     "original": lambda M, N: max(1, M / N) ** 0.5,  # Keller Jordan's
     "match_rms_adamw": lambda M, N: 0.2 * max(M, N) ** 0.5,  # matches the RMS of AdamW updates
     "spectral_unclamped": lambda M, N: (M / N) ** 0.5,
-    "unit_rms": lambda M, N: max(M, N) ** 0.5,  # lr is the RMS of an update
+    "unit_rms": lambda M, N: max(M, N) ** 0.5,  # lr is the RMS of an update; ours
 }
 LR_FACTORS[None] = LR_FACTORS["original"]  # as in torch.optim.Muon
 
@@ -23,7 +23,7 @@ def orthogonalize(G, dtype=torch.bfloat16, coefficients=(NEWTON_SCHULZ,) * 5, ep
     coefficients: a tuple with (a, b, c) of each iteration. eps: added to the Frobenius norm.
     Returns bfloat16. Source: https://kellerjordan.github.io/posts/muon/
     """
-    # In float64, squares cannot overflow, but MPS lacks it. Two reductions are faster than one.
+    # In float64, squares cannot overflow, but MPS lacks it. Two reductions are faster on CPUs.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
     row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=norm_dtype)
     frobenius_norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True) + eps
@@ -80,25 +80,25 @@ class Muon(torch.optim.Optimizer):
 
     Use AdamW or similar for embeddings, the output head and parameters that are not matrices.
 
-    params: matrices (M, N) with M outputs, as in nn.Linear, stacks of matrices (experts, M, N), or
-      4-D convolution kernels, which are flattened to (M, N).
+    params: float matrices (M, N) with M outputs, as in nn.Linear, stacks (experts, M, N), or 4-D
+      convolution kernels, flattened to (M, N). 3-D kernels are taken for stacks: reshape them.
     lr, weight_decay, momentum, nesterov, ns_steps: as in torch.optim.Muon. eps: added to the norm.
     ns_coefficients: as there, or a list with (a, b, c) for each step; then ns_steps is ignored.
-    adjust_lr_fn: as there ("original" by default), or "unit_rms"; see LR_FACTORS.
+    adjust_lr_fn: a key of LR_FACTORS, by default "original", as there.
     blocks: the number of equal blocks of rows in each matrix, or a list with their numbers of rows.
       Each block, such as a head, or q, k or v of one parameter, is orthogonalized separately.
     beta2: NorMuon divides each row (column if M < N) by the root of a moving average of its mean
       square. This is the decay of that average; 0 disables it. https://arxiv.org/abs/2510.05491
     cautious: decay only entries that the update moves towards zero.
-    process_group: the ranks that hold the same parameters, as with DDP, and share the work, such as
-      torch.distributed.group.WORLD after init_process_group (before, it is None: no sharing).
+    process_group: the ranks that share the work and hold the same parameters, as with DDP, such as
+      torch.distributed.group.WORLD (None before init_process_group). DTensors ignore it.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32. Updates are rounded to bfloat16.
-    Raises ValueError if a parameter, a value or a loaded state is invalid.
+    Raises ValueError if a parameter, a number or the kind of a loaded state is invalid.
 
-    Average the gradients over the ranks before step(), as DDP does. All ranks must pass the
-    parameters in the same order, and each parameter must have a gradient on all ranks or on none.
-    With process_group, every rank has the full state. With FSDP2, also with tensor parallelism, the
-    ranks of the mesh share the work; save the sharded momenta with torch.distributed.checkpoint.
+    Average the gradients over the ranks before step(), as DDP does. If the ranks pass parameters in
+    different orders, updates are mixed up. A parameter needs a gradient on all ranks or on none.
+    With process_group, every rank has the full state. With FSDP2 (and tensor parallelism), create
+    Muon after fully_shard. The ranks of the mesh share the work, and the momenta are sharded.
     """
 
     def __init__(
@@ -117,9 +117,10 @@ class Muon(torch.optim.Optimizer):
         ))  # fmt: skip
 
     def add_param_group(self, param_group):
-        """Add a group. If Muon cannot handle it, raise ValueError, but the group stays added."""
+        """Add a group, or raise ValueError if Muon cannot handle it."""
         super().add_param_group(param_group)
-        check_muon_group(self.param_groups[-1])
+        check_muon_group(group := self.param_groups.pop())
+        self.param_groups.append(group)
 
     def load_state_dict(self, state_dict):
         """Load a state dict of this class or torch.optim.Muon; raise ValueError for any other."""
@@ -129,7 +130,7 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError("this is the state of another optimizer: load a state of Muon")
             check_muon_group({**group, **loaded, "params": group["params"]})
         super().load_state_dict(state_dict)
-        # Options that the state lacks, such as blocks in one of torch.optim.Muon, stay as they are.
+        # A state of torch.optim.Muon lacks options such as blocks: they stay as they are.
         self.param_groups = [old | new for old, new in zip(previous, self.param_groups)]
 
     def __getstate__(self):
@@ -138,7 +139,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Collective: update all parameters in place; return the closure's loss, or None."""
+        """Update all parameters in place, on all ranks together. Return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -149,10 +150,11 @@ class Muon(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:
                 self.update_momentum(p, group)
-            dtensors = [p for p in params if hasattr(p, "placements")]  # avoids a slow import
+            dtensors = [p for p in params if hasattr(p, "placements")]  # importing DTensor is slow
             replicated = [p for p in params if not hasattr(p, "placements")]
-            if replicated:
-                self.update_replicated(replicated, group, rank_costs)
+            for device in dict.fromkeys(p.device for p in replicated):
+                on_device = [p for p in replicated if p.device == device]
+                self.update_replicated(on_device, group, rank_costs)
             for batch in batches_of(dtensors):
                 self.update_dtensors(batch, group)
         return loss
@@ -177,11 +179,10 @@ class Muon(torch.optim.Optimizer):
         return momentum.to(self.dtype)
 
     def update_replicated(self, params, group, rank_costs):
-        """Collective: update parameters that every rank holds in full."""
-        rank = 0
-        if self.process_group is not None:
-            rank = dist.get_rank(self.process_group)
-        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        """Update parameters of one device that every rank holds in full."""
+        rank = 0 if self.process_group is None else self.process_group.rank()
+        is_distributed = dist.is_available() and dist.is_initialized()
+        if self.process_group is None and is_distributed and dist.get_world_size() > 1:
             warnings.warn("Muon repeats all work on every rank; pass process_group", stacklevel=5)
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
@@ -210,7 +211,7 @@ class Muon(torch.optim.Optimizer):
             apply_update(p, update, block_shapes(p, group), group)
 
     def update_dtensors(self, params, group):
-        """Collective: update DTensors of equal shape and placements."""
+        """Update DTensors of equal shape and placements."""
         shapes = block_shapes(params[0], group)
         sharded = torch.stack([self.direction(p, group) for p in params])
         if [*map(type, sharded.placements)] != [*map(type, params[0].placements)]:
@@ -233,7 +234,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize_blocks(directions, shapes, group):
-    """Return updates in bfloat16, scaled so that the first block's factor of lr suits all blocks.
+    """Return updates in bfloat16, times each block's factor of lr / that of the first block.
 
     directions: (parameters, *shape), of equal shape. shapes: see block_shapes.
     """
@@ -259,7 +260,7 @@ def equalize_rows(updates, averages, shapes, beta2):
     """Divide each row (column if M < N) by the root of an average; restore the norm of each matrix.
 
     updates: (parameters, *shape), changed in place. averages: (parameters, rows), of the mean
-    squares, updated in place; restoring the norm corrects their bias. shapes: see block_shapes.
+    squares, updated in place. They start at 0, but their scale cancels. shapes: see block_shapes.
     """
     sizes = [matrices * max(M, N) for matrices, M, N in shapes]
     averages = averages.view(-1, sum(sizes)).split(sizes, dim=1)
@@ -274,16 +275,16 @@ def equalize_rows(updates, averages, shapes, beta2):
 
 
 def apply_update(p, update, shapes, group):
-    """Apply weight decay to p, then subtract the update times the first block's factor."""
+    """Apply weight decay to p, then subtract lr * update * (the first block's factor of lr)."""
     lr = float(group["lr"])
     if group["weight_decay"]:
         decay = 1 - lr * group["weight_decay"]
-        p.mul_(torch.where(p * update > 0, decay, 1.0) if group["cautious"] else decay)
+        p.copy_(torch.where(p * update > 0, p * decay, p) if group["cautious"] else p * decay)
     p.add_(update, alpha=-lr * LR_FACTORS[group["adjust_lr_fn"]](*shapes[0][1:]))
 
 
 def block_shapes(p, group):
-    """Return (matrices, M, N) for each block of a list, or one for all blocks of equal size."""
+    """Return a list with (matrices, M, N) of each block of a list, or once for all equal blocks."""
     stack, rows, N = p.shape if p.ndim == 3 else (1, p.size(0), p.shape[1:].numel())
     blocks = group["blocks"]
     if isinstance(blocks, int):
@@ -292,38 +293,37 @@ def block_shapes(p, group):
 
 
 def split_blocks(params, shapes):
-    """Split contiguous params, (parameters, *shape), into one (matrices, M, N) view per shape."""
+    """Split contiguous params, (parameters, *shape), into a (..., M, N) view for each of shapes."""
     sizes = [M for _, M, _ in shapes]
     return params.view(-1, sum(sizes), shapes[0][2]).split(sizes, dim=1)
 
 
 def parameter_cost(shapes):
-    """Return a tenth of the FLOPs of orthogonalizing a parameter in five steps, within 25%."""
+    """Return about a tenth of the FLOPs of orthogonalizing a parameter; it balances the ranks."""
     return sum(matrices * min(M, N) ** 2 * (M + N + min(M, N)) for matrices, M, N in shapes)
 
 
 def check_muon_group(group):
     """Raise ValueError unless Muon can handle the parameters and the options of a group."""
     limits = dict(lr=(0, math.inf), weight_decay=(0, math.inf), momentum=(0, 1), beta2=(0, 1))
-    limits |= dict(eps=(0, math.inf), ns_steps=(1, math.inf))
+    limits |= dict(eps=(1e-30, math.inf), ns_steps=(1, math.inf))
     for name, (low, high) in limits.items():
         if not low <= group[name] < high:
             raise ValueError(f"{name}={group[name]} must be at least {low} and less than {high}")
     if group["adjust_lr_fn"] not in LR_FACTORS:
         raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']} must be one of {[*LR_FACTORS]}")
     for p in group["params"]:
-        if p.ndim not in (2, 3, 4):
-            raise ValueError(f"Muon takes matrices, not {tuple(p.shape)}: give this one to AdamW")
+        if p.ndim not in (2, 3, 4) or not p.is_floating_point():
+            raise ValueError(f"Muon takes matrices, not {p.dtype} {tuple(p.shape)}: use AdamW")
         rows = p.size(-2 if p.ndim == 3 else 0)
-        blocks = sizes = group["blocks"]
-        if isinstance(blocks, int):
-            sizes = [rows // max(1, blocks)] * blocks
+        blocks = group["blocks"]
+        sizes = [rows // max(1, blocks)] * blocks if isinstance(blocks, int) else blocks
         if sum(sizes) != rows or min(sizes) < 1:
             raise ValueError(f"{blocks=} must divide, or sum to, {rows} rows of {tuple(p.shape)}")
 
 
 def batches_of(params):
-    """Yield lists of equal shape and placements, of up to stack_entries entries on each rank."""
+    """Yield lists of parameters with equal shape and placements, of limited size on each rank."""
     alike = {}
     for p in params:
         layout = getattr(p, "device_mesh", None), getattr(p, "placements", None)
@@ -336,5 +336,5 @@ def batches_of(params):
 
 
 def stack_entries(device):
-    """Return how many entries to multiply together: on a CPU, 1 MB of bfloat16 for its cache."""
+    """Return how many entries to multiply together, at most. On a CPU, 1 MB (bfloat16) in cache."""
     return 2**19 if device.type == "cpu" else 2**26  # other devices have not been measured

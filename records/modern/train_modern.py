@@ -1,12 +1,13 @@
-"""Train a model of GPT-2's width with ideas from the public speedrun records 8 to 77 (2024-2026).
+"""Train a modern GPT, with ideas from the public speedrun records 8 to 77 (2024-2026).
 
     torchrun --standalone --nproc_per_node=8 records/modern/train_modern.py
-    python records/modern/train_modern.py --preset=small      # English, in minutes on 2 CPU cores
+    python records/modern/train_modern.py --preset=small      # English, on a CPU
     python records/modern/train_modern.py --preset=text       # your own text, packed into data/mine
 
-This file defines a model (539M parameters, most of them in embedding tables), its optimizers and
-their schedule. The data, the training loop, the log and the checkpoints are those of train_gpt2.py,
-which also explains the shape letters (B, T, C, ...).
+This file defines a model (by default as wide as GPT-2; 539M parameters, most of them in embedding
+tables), its optimizers and their schedule. The data, the training loop, the log and the checkpoints
+are those of train_gpt2.py, which also explains the shape letters (B, T, C, ...). "Record 62" is one
+of https://github.com/KellerJordan/modded-nanogpt. No GPU has run this file yet.
 """
 
 import dataclasses
@@ -43,8 +44,9 @@ from train_gpt2 import (
 # ---- Settings ------------------------------------------------------------------------------------
 BLOCK = 128  # tokens; attention windows are made of blocks of this size
 ATTENTION_SCALE = 0.12  # scale of q k^T, in place of 1 / sqrt(D)
-GATE_CHANNELS = 12  # value gates read only the first 12 channels
-LOGIT_SOFTCAP = 15.0
+GATE_CHANNELS = 12  # value gates read only the first 12 channels of attention's input
+LOGIT_SOFTCAP = 15.0  # a logit x becomes 15 tanh(x / 15)
+MIN_MOMENTUM = 0.85  # of Muon, at the start and at the end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,17 +56,13 @@ class ModernSettings(Hyperparameters):
     attention_window: int = setting(
         1728, "final window of long layers, in tokens; 0: full attention, also across documents"
     )
-    document_token: int = setting(50256, "token that starts a document")
+    document_token: int = setting(50256, "starts a document: 256 for bytes, N for gpt2-N")
     ngram_rows: int = setting(5 * 50304, "rows of the hashed n-gram table; 0: no table")
     max_ngram: int = setting(2, "longest n-gram in the table, in tokens")
     embedding_learning_rate: float = setting(0.6, "AdamW learning rate of the embedding tables")
     muon_weight_decay: float = setting(0.0, "weight decay of Muon")
-    momentum_warmup_fraction: float = setting(
-        300 / 1950, "fraction of steps over which Muon's momentum rises from 0.85"
-    )
-    momentum_cooldown_fraction: float = setting(
-        50 / 1950, "fraction of steps over which Muon's momentum falls back to 0.85"
-    )
+    momentum_warmup_fraction: float = setting(300 / 1950, "part of the steps: momentum rises")
+    momentum_cooldown_fraction: float = setting(50 / 1950, "last part: momentum falls")
     final_lr_fraction: float = setting(0.15, "final / initial learning rate")
 
     def __post_init__(self):
@@ -78,38 +76,39 @@ class ModernSettings(Hyperparameters):
             multiple = f"a multiple of {BLOCK} with --attention_window"
             raise UserError(f"sequence_length={self.sequence_length} must be {multiple}")
         if self.attention_window and self.document_token >= self.vocab_size:
-            fix = "pass --document_token=256 if the data are bytes"
+            fix = "it is 256 for bytes, N for gpt2-N and 50256 for gpt2"
             raise UserError(f"document_token={self.document_token} is not in the vocabulary: {fix}")
 
 
 def modern(width, **changes):
-    """Return the preset of a modern model with n_embd=width."""
+    """Return a preset for n_embd=width. --n_embd alone would keep the rates of this width."""
     return dict(
         n_layer=11, n_head=width // 128, n_embd=width, device_batch_size=1, num_iterations=1950,
         warmdown_fraction=0.55, learning_rate=0.008,  # of the output head
-        # The RMS of an update (see adjust_lr_fn). It is that of the public learning rates, 0.03 for
-        # C x C matrices and 0.06 for the 4C x C matrices of the MLP, which multiply U V^T.
+        # The RMS of an update. U V^T has an RMS of 1 / sqrt(C) or, in the MLP, 1 / sqrt(4C). The
+        # public learning rates, 0.03 and 0.06, multiply U V^T, so both give this RMS.
         muon_learning_rate=0.03 / width**0.5,
-        # A step shrinks weights by lr * weight_decay = 1.2 * 0.03 * 0.03 of their value, which is
-        # the public decay for C x C matrices, and half of that for the MLP.
+        # A step decays weights by lr * weight_decay = 1.2 * 0.03 * 0.03 of their value. The public
+        # decay is the same for C x C matrices, and twice as large for those of the MLP.
         muon_weight_decay=1.2 * 0.03 * width**0.5,
     ) | changes  # fmt: skip
 
 
 PRESETS = {
     "modern": modern(768, batch_size=8, sequence_length=32768),  # for eight 80 GB GPUs
-    "modern_24gb": modern(768, batch_size=16, sequence_length=16384),  # for one 24 GB GPU
-    "small": modern(  # a small English model, in minutes on two CPU cores
+    # For one 24 GB GPU. Its sequences are shorter, so its losses are not those of "modern".
+    "modern_24gb": modern(768, batch_size=16, sequence_length=16384),
+    "small": modern(  # a small English model, for a CPU
         128, train_files="data/small/train_*.bin", val_files="data/small/val_*.bin",
         # GPT-2's first 2,048 tokens and the document token, rounded up to a multiple of 128
         vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
         n_layer=8, batch_size=8, sequence_length=512, device_batch_size=8,
-        # Longer than the sequence of 4 blocks, so that the growing window soon covers it: that of
-        # long layers grows to 24 blocks, so after 1/8 of the run. See ModernGPT.
+        # 24 blocks, although a sequence has 4. The window grows linearly, so it covers the sequence
+        # after 1/8 of the run in long layers, and after about 1/4 in the others, which have half.
         attention_window=6 * 512,
         num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
     ),
-    "text": modern(  # your own text, in minutes on two CPU cores
+    "text": modern(  # your own text, on a CPU; tuned in records/2026-11-28_First_run
         128, train_files="data/mine/train_*.bin", val_files="data/mine/val_*.bin",
         vocab_size=257, ngram_rows=65536, max_ngram=3, n_layer=4, n_head=2, attention_window=0,
         batch_size=8, sequence_length=512, device_batch_size=8, num_iterations=960,
@@ -178,10 +177,10 @@ def attention_mask(documents, window_blocks):
     documents: (B, T), the document index of each token, non-decreasing. window_blocks: 0-D tensor;
     a token sees its own block and the window_blocks - 1 blocks before it.
     """
-    # FlexAttention is fast only if it is compiled for a GPU, and it needs complete blocks. Other
-    # lengths occur only in inference.
-    is_fast = documents.is_cuda and torch.compiler.is_compiling()
-    if is_fast and documents.size(1) % BLOCK == 0:
+    # Compiled for a GPU, FlexAttention skips blocks, but it needs complete ones. Other lengths
+    # occur only in inference. The dense mask, used also by --compile=False, takes O(T^2) memory.
+    use_flex = documents.is_cuda and torch.compiler.is_compiling()
+    if use_flex and documents.size(1) % BLOCK == 0:
         return block_mask(documents, window_blocks)
     return dense_mask(documents, window_blocks)
 
@@ -190,7 +189,7 @@ def dense_mask(documents, window_blocks):
     """Return a mask for F.scaled_dot_product_attention: bool, (B, 1, T, T)."""
     position = torch.arange(documents.size(1), device=documents.device)
     query, key = position[:, None], position
-    near = query // BLOCK - key // BLOCK < window_blocks
+    near = query // BLOCK < key // BLOCK + window_blocks  # a (T, T) difference would be int64
     same_document = documents[:, :, None] == documents[:, None, :]
     return ((key <= query) & near & same_document)[:, None]
 
@@ -202,13 +201,13 @@ def block_mask(documents, window_blocks):
         near = query // BLOCK - key // BLOCK < window_blocks
         return (key <= query) & near & (documents[b, query] == documents[b, key])
 
-    # Query block i sees key blocks first[i] to i. Earlier ones are outside the window, or end in an
-    # earlier document than the one in which block i starts. As document indices never decrease,
-    # the latter are the first blocks, so their number is the index of the block after them.
+    # Query block i sees key blocks first[i] to i. A block before them is outside the window, or it
+    # ends in an earlier document than the one in which block i starts. Document indices never
+    # decrease, so if n blocks end in an earlier document, these are the blocks 0 to n - 1.
     block = torch.arange(documents.size(1) // BLOCK, device=documents.device)
     start_document = documents[:, ::BLOCK]  # (B, blocks)
     end_document = documents[:, BLOCK - 1 :: BLOCK]  # (B, blocks)
-    ends_earlier = end_document[:, None, :] < start_document[:, :, None]  # (B, query, key)
+    ends_earlier = end_document[:, None, :] < start_document[:, :, None]  # (B, query, key blocks)
     first = torch.maximum(ends_earlier.sum(-1), block - window_blocks + 1)  # (B, blocks)
     counts = block - first + 1
     # A row lists first, first + 1, ... Entries beyond `counts` are ignored, but must be valid.
@@ -231,9 +230,9 @@ class ModernBlock(nn.Module):
     def forward(self, x, x0, ngram_embeddings, saved, tokens, mask):
         """Return the residual stream after this block, (B, T, C).
 
-        x, x0 and ngram_embeddings are (B, T, C): the residual stream, the token embeddings and the
-        n-gram embeddings, which are 0.0 without a table. saved: None, or the output of an
-        earlier block, which attention then reads instead of x. tokens: (B, T).
+        x, x0 and ngram_embeddings are (B, T, C): the residual stream, the normalized token
+        embeddings and the n-gram embeddings, which are 0.0 without a table. saved: None, or the
+        output of an earlier block, which attention then reads. tokens: (B, T). mask: see attend.
         """
         stream_weight, token_weight, ngram_weight = self.input_weights
         x = stream_weight * x + token_weight * x0 + ngram_weight * ngram_embeddings
@@ -243,7 +242,7 @@ class ModernBlock(nn.Module):
 
 
 class NgramTable(nn.Module):
-    """An embedding table of n-grams: a hash of the last n tokens selects a row.
+    """An embedding table of n-grams: a hash of the last n tokens, of any document, selects a row.
 
     The embedding of a position is the sum of its rows for n = 2, 3, ... max_ngram.
     """
@@ -255,16 +254,16 @@ class NgramTable(nn.Module):
         self.weight = nn.Parameter(zeros)
 
     def forward(self, tokens):  # (B, T) to (B, T, C)
-        key = tokens  # the hash of the n-gram that ends at each position; n grows in the loop
-        keys = []
+        hashed = tokens  # of the n-gram that ends at each position; n grows in the loop
+        rows = []
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(tokens, (distance, 0))[:, : tokens.size(1)]
-            # Without + 1, all n-grams of token 0 would have the key 0. Overflow is harmless.
-            key = key * 1000003 + earlier + 1
-            keys.append(key)
-        keys = torch.stack(keys, dim=-1)  # (B, T, max_ngram - 1)
-        return F.embedding(keys % len(self.weight), self.weight).sum(2)
+            # Without + 1, the n-grams 00, 000, ... would all hash to 0. Integers may wrap around.
+            hashed = hashed * 1000003 + earlier + 1
+            rows.append(hashed % len(self.weight))
+        rows = torch.stack(rows, dim=-1)  # (B, T, max_ngram - 1)
+        return F.embedding(rows, self.weight).sum(2)
 
 
 class ModernGPT(nn.Module):
@@ -272,8 +271,7 @@ class ModernGPT(nn.Module):
 
     The input of a block is a learned weighted sum of the residual stream, the token embeddings (x0)
     and the n-gram embeddings. Activations and embedding tables have the given dtype; other weights
-    are float32. records/2026-11-26_Modern_model lists the source of each part, one of records 8 to
-    77 of https://github.com/KellerJordan/modded-nanogpt.
+    are float32. records/2026-11-26_Modern_model names the record that each part comes from.
     """
 
     def __init__(self, args, dtype=torch.float32):
@@ -283,10 +281,10 @@ class ModernGPT(nn.Module):
         n = args.n_layer
         self.long_layers = {n // 3, n - 1}  # 3, 10: the long window, and offset keys
         self.table_layers = {1, 2, n - 3, n - 2, n - 1}  # 1, 2, 8, 9, 10: a value table
-        # Layer 6 adds the output of layer 3 to its input and has no attention. Models of fewer than
-        # 8 layers have no such skip, and all of their layers have attention.
+        # Layer 6 adds the output of layer 3 to its input and has no attention. We leave this out
+        # of models of fewer than 8 layers, without having measured it.
         self.skip_start, self.skip_end = (n // 3, (n + 1) // 2) if n >= 8 else (None, None)
-        # Attention in the layers after layer 7 reads the output of layer 7 instead of x.
+        # Attention after layer 7 reads the output of layer 7, and backout subtracts it at the end.
         self.saved_layer = max(0, min(2 * n // 3, n - 2))
         self.wte = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
         self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
@@ -305,7 +303,7 @@ class ModernGPT(nn.Module):
         self.document_token = args.document_token
         self.has_window = args.attention_window > 0
         # A buffer, so that changing it does not recompile the model. It holds the final window, for
-        # inference. In training, apply_schedule sets it before each step.
+        # inference; in training, apply_schedule sets it before each step, also for validations.
         window_blocks = torch.tensor(window_blocks_at(args.num_iterations, args))
         self.register_buffer("window_blocks", window_blocks, persistent=False)
 
@@ -349,7 +347,7 @@ class ModernGPT(nn.Module):
 
 # ---- Training ------------------------------------------------------------------------------------
 def build_optimizers(model, args):
-    """Return Muon for the attention and MLP matrices, and AdamW for the rest, as in record 62."""
+    """Return Muon for the attention and MLP matrices, and AdamW for the rest."""
     tables = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, NgramTable))]
     gates = [p for name, p in model.named_parameters() if "value_gate" in name]
     matrices = [p for p in model.h.parameters() if p.ndim == 2 and p not in {*gates, *tables}]
@@ -362,13 +360,13 @@ def build_optimizers(model, args):
         adjust_lr_fn="unit_rms",  # the RMS of an update is lr
         beta2=0.95,
         cautious=True,
-        process_group=torch.distributed.group.WORLD,  # None in a single process
+        process_group=torch.distributed.group.WORLD,  # None without torchrun
         dtype=model.dtype,
     )
     groups = [
         dict(params=[model.lm_head.weight], lr=args.learning_rate, betas=(0.5, 0.95)),
         dict(params=tables, lr=args.embedding_learning_rate, betas=(0.75, 0.95)),
-        dict(params=gates, lr=0.008, betas=(0.9, 0.99)),
+        dict(params=gates, lr=0.008, betas=(0.9, 0.99)),  # this rate and the next are no settings
         dict(params=scalars, lr=0.04, betas=(0.9, 0.99)),
     ]
     return [muon, torch.optim.AdamW(groups, eps=1e-10, weight_decay=0, fused=True)]
@@ -377,32 +375,32 @@ def build_optimizers(model, args):
 def apply_schedule(model, optimizers, step, args):
     """Set the learning rates, Muon's momentum and weight decay, and the attention window."""
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
-    fraction = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
-    scale = args.final_lr_fraction + (1 - args.final_lr_fraction) * fraction
+    remaining = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
+    lr_scale = args.final_lr_fraction + (1 - args.final_lr_fraction) * remaining
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * scale
+            group["lr"] = group["initial_lr"] * lr_scale
     muon = optimizers[0]
     for group in muon.param_groups:
         group["momentum"] = momentum_at(step, args)
-        # lr is scaled, too, so lr * weight_decay falls with scale^2, as in the public records.
-        group["weight_decay"] = args.muon_weight_decay * scale
+        # lr is scaled, too, so lr * weight_decay falls with lr_scale^2, as in the public records.
+        group["weight_decay"] = args.muon_weight_decay * lr_scale
     model.window_blocks.fill_(window_blocks_at(step, args))
 
 
 def momentum_at(step, args):
-    """Return Muon's momentum: it warms up from 0.85, and cools down to 0.85 at the end."""
+    """Return Muon's momentum: it rises from MIN_MOMENTUM, and falls back to it at the end."""
     warmup_steps = round(args.momentum_warmup_fraction * args.num_iterations)
     cooldown_steps = round(args.momentum_cooldown_fraction * args.num_iterations)
     rise = step / warmup_steps if step < warmup_steps else 1.0
     remaining = args.num_iterations - step
     fall = remaining / cooldown_steps if remaining < cooldown_steps else 1.0
-    floor = min(0.85, args.muon_momentum)  # a momentum below 0.85 is constant
+    floor = min(MIN_MOMENTUM, args.muon_momentum)  # a smaller momentum is constant
     return floor + min(rise, fall) * (args.muon_momentum - floor)
 
 
 def window_blocks_at(step, args):
-    """Return the attention window in blocks. It grows linearly, from one block."""
+    """Return the window of long layers in blocks. It grows linearly, from one block."""
     return max(1, math.ceil(step / args.num_iterations * args.attention_window / BLOCK))
 
 
