@@ -785,7 +785,8 @@ def parse_args(argv, recipe=RECIPE):
             f"--{field.name}",
             type={bool: boolean, int: int, float: float}.get(types[field.name], str),
             choices=get_args(types[field.name]) or None,  # the values of a Literal
-            metavar=str(field.default) or "''",  # --help shows the default here
+            # --help shows the default here
+            metavar=str(recipe.presets[names[0]].get(field.name, field.default)) or "''",
             help=field.metadata.get("help", "").replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
@@ -1221,7 +1222,7 @@ def claim_folder(run):
     run.log.may_write = True
     try:
         fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):
         raise UserError(f"another process is using {folder}: stop it first") from None
     except OSError as error:  # some network file systems have no locks
         run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")

@@ -102,21 +102,17 @@ def main():
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "--out",
-        type=Path,
-        default=Path("data/fineweb10B"),
-        help="folder (default: data/fineweb10B)",
-    )
+    add("--out", type=Path, help="folder (default: data/fineweb10B, or data/fineweb_part)")
     add("--shards", type=int, default=27, help="training shards (default: 27, for record 7)")
     add("--part", type=int, default=0, metavar="TOKENS", help="first tokens of one training shard")
     add("--yes", action="store_true", help="download without asking")
     args = parser.parse_args()
+    default = Path("data", "fineweb_part" if args.part else "fineweb10B")
     try:
-        fetch(args.out, args.shards, args.part, args.yes)
+        fetch(args.out or default, args.shards, args.part, args.yes)
     except ValueError as error:
         sys.exit(f"data/fineweb.py: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C, or Ctrl-D at the question
         sys.exit("data/fineweb.py: stopped; run the same command again to continue")
 
 

@@ -343,13 +343,25 @@ def write_split(folder, split, number, tokens):
     return {"tokens": len(tokens), "sha256": sums}
 
 
+def shards_of(manifest_path):
+    """Return the names of the shards that a manifest of pack.py lists."""
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        return {*manifest["train"]["sha256"], *manifest["val"]["sha256"]}
+    except (OSError, ValueError, KeyError, TypeError):  # none, or not written by pack.py
+        return set()
+
+
 def pack(args):
     """Pack all inputs into args.out; return the manifest."""
     manifest_path = args.out / "manifest.json"
     marker = args.out / ".pack"  # a folder; while it exists, train_gpt2.py refuses args.out
-    is_ours = manifest_path.exists() or marker.exists()
-    if not is_ours and any(args.out.glob("*.bin")):
-        raise ValueError(f"{args.out} holds shards that pack.py did not write: change --out")
+    strangers = {path.name for path in args.out.glob("*.bin")} - shards_of(manifest_path)
+    if strangers and not marker.exists():
+        raise ValueError(
+            f"{args.out} holds shards that pack.py did not write, such as {min(strangers)}: "
+            "change --out"
+        )
     encoding = get_encoding(args.encoding)
     files, left_out = list_files(args.inputs, args.pattern, args.exclude, args.out)
     if left_out:

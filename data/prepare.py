@@ -88,7 +88,7 @@ def main(argv):
         prepare([argument for argument in argv if argument != "--yes"], "--yes" in argv)
     except (ValueError, OSError) as error:
         sys.exit(f"data/prepare.py: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C, or Ctrl-D at a question
         sys.exit("data/prepare.py: stopped; run the same command again to continue")
 
 

@@ -136,7 +136,7 @@ def small_state(recipe=train_gpt2.RECIPE, **settings):
     args = recipe.settings(**dict(dtype="float32") | shape | settings)
     encoding = "bytes" if args.vocab_size < 1024 else None
     return dict(
-        script=recipe.script, source="0" * 12, hyperparameters=vars(args),
+        script=recipe.script, source=train_gpt2.digest(recipe.sources), hyperparameters=vars(args),
         fixed=dict(train_data="0" * 12, val_data="1" * 12, encoding=encoding),
         threads=1, step=args.num_iterations, train_seconds=1.0, val_loss=1.0,
         model=recipe.build_model(args, torch.float32).state_dict(),

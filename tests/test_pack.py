@@ -374,6 +374,14 @@ def test_and_7_a_pack_that_fails_changes_nothing(tmp_path):
     before = all_files(out)
     assert "b.txt:1" in refusal(out, lines, tmp_path / "b.txt")
     assert all_files(out) == before and not (out / ".pack").exists()
+    stranger = out / "train_000009.bin"
+    stranger.write_bytes(b"mine")
+    refused = f"holds shards that pack.py did not write, such as {stranger.name}"
+    assert refused in refusal(out, lines) and stranger.read_bytes() == b"mine"
+    stranger.unlink()
+    for manifest in '{"encoding": "bytes"}', "[]", "{":  # a user may write the first by hand
+        (out / "manifest.json").write_text(manifest)
+        assert "holds shards that pack.py did not write" in refusal(out, lines)
     (out / "manifest.json").unlink()
     assert "holds shards that pack.py did not write" in refusal(out, lines)
     assert all_files(out).items() < before.items()

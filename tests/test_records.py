@@ -119,11 +119,12 @@ def test_the_starts_of_a_run_share_a_seed(tmp_path):
     """The script may have been edited between two of them, which the tools then say."""
     path = write_log(tmp_path / "a.txt", stopped_at=29)
     text = path.read_text()
-    changes = dict(device="CPU two", target_val_loss=1.4)
+    changes = dict(device="CPU two", target_val_loss=1.4, processes=2)
     again = write_log(tmp_path / "b.txt", first=25, **changes).read_text()
     path.write_text(text + again)
     run = runlog.read(path)
     assert run.finished and run.facts["device"] == "CPU two"
+    assert run.facts["processes"] == "1, 2"  # so it does not mix with runs of 1 or of 2
     assert run.settings["target_val_loss"] == 1.4
     assert [step for step, _ in run.points["train"]] == list(range(1, 41))
     assert not run.edited and report.progress(run) == "40"

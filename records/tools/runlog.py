@@ -74,10 +74,17 @@ def command(main):
 def run_child(arguments):
     """Run a command, pass signals on to it, and return its exit status."""
     child = subprocess.Popen(arguments)
+
+    def pass_on(number, frame):
+        child.send_signal(number)
+
+    previous = {}  # {signal: handler}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: child.send_signal(number))
+            previous[number] = signal.signal(number, pass_on)
     status = child.wait()
+    for number, handler in previous.items():
+        signal.signal(number, handler)
     return status if status >= 0 else 128 - status  # as a shell reports a signal
 
 
@@ -204,6 +211,9 @@ def read(path):
     try:
         starts = read_starts(text)
         last = starts[-1]
+        for name in "torch", "processes", "matmul_dtype":  # they may differ between the starts
+            values = [start.facts[name] for start in starts if name in start.facts]
+            last.facts[name] = ", ".join(dict.fromkeys(values))
         if len({start.settings["seed"] for start in starts}) > 1:
             raise ValueError("another seed")
         run = Run(

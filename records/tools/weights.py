@@ -90,6 +90,9 @@ def load(path, device="cpu", dtype=None):
         args = recipe.settings(**state["hyperparameters"])
         gpt = recipe.build_model(args, dtype or getattr(torch, args.dtype))
         gpt.load_state_dict(state["model"])
+        if state["source"] != train_gpt2.digest(recipe.sources):
+            warning = f"warning: {state['script']} has changed since it saved {path}"
+            print(f"{warning}; this is the model as it is defined now", file=sys.stderr)
     except (TypeError, RuntimeError) as error:  # an unknown setting, or other parameters
         reason = " ".join(str(error).split())
         script = state["script"]
