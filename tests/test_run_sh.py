@@ -79,6 +79,12 @@ def test_run_sh_starts_the_tools_from_any_folder(given, command, clone, tmp_path
     assert (status, commands(lines)[-1]) == (0, command)
 
 
+def test_python_may_be_a_relative_path(clone, tmp_path):
+    """`run.sh test` changes the folder before it uses it."""
+    status, lines, _ = run_sh(clone, "test", cwd=tmp_path, PYTHON="a clone/python")
+    assert (status, commands(lines)) == (0, ["-m pytest -n 2 --dist worksteal"])
+
+
 @pytest.mark.parametrize(
     "gpus, nproc, given, processes, command",
     [
