@@ -368,7 +368,9 @@ def test_whole_parameters_too_go_through_a_distributed_checkpoint(world_size, tm
 # ---- README and one rank -------------------------------------------------------------------------
 def run_the_ddp_example_of_readme(rank, world_size):
     torch.manual_seed(0)
-    model, (muon, adamw) = run_examples_of_readme()["with_ddp"](ExampleModel())
+    model = torch.nn.parallel.DistributedDataParallel(ExampleModel())
+    build_optimizers = run_examples_of_readme()["build_optimizers"]
+    muon, adamw = build_optimizers(model.module, dist.group.WORLD)
     model(torch.arange(8) + rank).square().sum().backward()
     muon.step()
     adamw.step()
@@ -381,8 +383,10 @@ def test_the_ddp_example_in_readme_runs(tmp_path):
 
 
 def run_the_fsdp_example_of_readme(rank, world_size):
-    model = ExampleModel()
-    optimizers = run_examples_of_readme()["with_fsdp"](model, make_mesh(world_size))
+    model, mesh = ExampleModel(), make_mesh(world_size)
+    for module in *model.blocks, model:
+        fully_shard(module, mesh=mesh)
+    optimizers = run_examples_of_readme()["build_optimizers"](model)
     before = [full(p).clone() for p in model.parameters()]
     model(torch.arange(8)).square().sum().backward()
     for optimizer in optimizers:

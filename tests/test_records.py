@@ -343,9 +343,9 @@ def test_the_first_run_says_which_loss_to_expect():
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("records/**/*.md"))]
 RESULTS = {  # {name in README: its logs}
-    "--preset=cpu": "2026-11-28_First_run/cpu_seed*.txt",
-    "modern --preset=small": "2026-11-28_Pairs/logs/base_seed*.txt",
-    "modern --preset=text": "2026-11-28_First_run/text/text_seed*.txt",
+    "`--preset=cpu`": "2026-11-28_First_run/cpu_seed*.txt",
+    "`modern --preset=small`": "2026-11-28_Pairs/logs/base_seed*.txt",
+    "record 7's model": "2026-11-28_Steps_to_the_same_loss/logs/record7_seed*.txt",
 }
 
 
@@ -374,7 +374,7 @@ def test_the_readme_shows_the_losses_and_the_lines_that_exist():
     for name, logs in RESULTS.items():
         losses = [runlog.read(path).val_loss for path in sorted(ROOT.glob(f"records/{logs}"))]
         each = ", ".join(f"{loss:.4f}" for loss in losses)
-        [row] = [line for line in text.splitlines() if line.startswith(f"| [`{name}`]")]
+        [row] = [line for line in text.splitlines() if line.startswith(f"| [{name}]")]
         assert row.endswith(f" | {np.mean(losses):.4f} | {each} |"), name
 
 
