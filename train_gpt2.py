@@ -6,13 +6,13 @@
     python train_gpt2.py --help                                 # all settings and presets
 
 This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
-github.com/KellerJordan/modded-nanogpt. The computation is the same, except that the residual stream
-is bfloat16 and that a sequence may continue in the next data file. It has not been run on a GPU
-yet: loss and time are those of the record. It needs Linux or macOS, torch 2.5 or newer, and numpy.
+github.com/KellerJordan/modded-nanogpt. Differences: the residual stream is bfloat16, the rotary
+tables are float32, and a sequence may continue in the next data file. It has not been run on a GPU
+yet. It needs Linux or macOS, Python 3.10, numpy, and torch 2.5 or newer.
 
 Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery below.
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Functions
-marked "Collective" must be called by every rank (torchrun process).
+marked "Collective" wait for all ranks (torchrun processes), so every rank must call them.
 """
 
 import argparse
@@ -73,17 +73,17 @@ class Hyperparameters:
     dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "matmul dtype; auto: by device")
 
     # Training
-    seed: int = setting(1337, "seed for initial weights, shuffling and so on")
+    seed: int = setting(1337, "seed of initial weights, shuffling and dropout")
     batch_size: int = setting(512, "global batch size, in sequences")
     sequence_length: int = setting(1024, "tokens per sequence")
     num_iterations: int = setting(5100, "optimizer steps")
     learning_rate: float = setting(0.0036, "AdamW learning rate for the embedding and head")
     muon_learning_rate: float = setting(0.00036, "Muon learning rate for all other matrices")
     muon_momentum: float = setting(0.95, "Muon momentum")
-    warmdown_fraction: float = setting(1450 / 5100, "learning rates decay over this last fraction")
-    shuffle: bool = setting(False, "shuffle sequences, cut at a new offset in each epoch")
+    warmdown_fraction: float = setting(1450 / 5100, "learning rates fall to 0 in this last part")
+    shuffle: bool = setting(False, "read sequences in random order; False: in file order")
     init: str = setting("", "file with initial weights, such as model.pt")
-    val_tokens: int = setting(10485760, "validation tokens; 0: all, but at most 2**18")
+    val_tokens: int = setting(10485760, "validation tokens; 0: 2**18, or all if fewer")
 
     # Files and machine. You may change these settings when you resume a run.
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
@@ -97,7 +97,7 @@ class Hyperparameters:
     keep_checkpoints: int = setting(2, "number of recent checkpoints to keep")
     resume: Literal["", "auto"] = setting("", "auto: continue the run, if it has a checkpoint")
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = setting(64, "largest micro-batch, in sequences; lower to save memory")
+    device_batch_size: int = setting(64, "limit of the micro-batch; lower it to save memory")
     compile: bool = setting(True, "use torch.compile; False starts sooner but trains more slowly")
     comm_timeout: int = setting(600, "timeout of collectives, in seconds")
 
@@ -114,7 +114,7 @@ MAY_CHANGE = {  # when a run is resumed; the data must be the same, but may be i
 # --preset=NAME replaces defaults; settings on the command line override the preset.
 PRESETS = {
     "record7": dict(),  # GPT-2 124M on FineWeb, for eight 80 GB GPUs
-    "24gb": dict(device_batch_size=32),  # the same run on one 24 GB GPU
+    "24gb": dict(device_batch_size=32),  # the same run, for one 24 GB GPU
     "cpu": dict(  # a small byte-level GPT, trained on PyTorch's source code on two CPU cores
         device="cpu", compile=False, vocab_size=257, n_layer=4, n_head=1, n_embd=128,
         train_files="data/torch_sources/train_*.bin", val_files="data/torch_sources/val_*.bin",
@@ -128,7 +128,7 @@ PRESETS = {
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
 def norm(x):
     """RMSNorm over the last dimension, without a gain."""
-    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's eps; bfloat16's is too large
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's; bfloat16's, 2**-7, is too large
 
 
 class CastedLinear(nn.Linear):
@@ -139,9 +139,9 @@ class CastedLinear(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: rotates channels (i, i + D/2) by -position * frequencies[i].
+    """Rotary position embedding: rotates (x[i], x[i + D/2]) clockwise by position * frequencies[i].
 
-    Angles are in radians. Source, with the opposite sign: https://arxiv.org/abs/2104.09864
+    Angles are in radians. Source (counterclockwise there): https://arxiv.org/abs/2104.09864
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -213,7 +213,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 as in record 7, with tied embedding and output head.
 
-    Weights are float32; activations and matmuls use the given dtype.
+    Weights are float32; activations and matmuls use the given dtype. Names are those of GPT-2.
     """
 
     def __init__(self, args, dtype=torch.float32):
@@ -239,11 +239,11 @@ class GPT(nn.Module):
 def loss_or_logits(x, head, targets=None, softcap=0.0):
     """Return the mean cross-entropy of the logits head(x), or the logits if targets is None.
 
-    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: 0, or train_modern.py's bound.
+    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: for train_modern.py; 0: none.
     """
     if targets is None:
         return soft_capped(head(x), softcap)
-    # Under no_grad, detach the parameter: otherwise, LinearCrossEntropy would compute gradients.
+    # Even under no_grad, needs_input_grad is True for a parameter. Detach it to skip gradients.
     weight = head.weight if torch.is_grad_enabled() else head.weight.detach()
     return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), softcap)
 
@@ -251,7 +251,7 @@ def loss_or_logits(x, head, targets=None, softcap=0.0):
 def soft_capped(logits, softcap):
     """Return the logits in float32, or softcap * tanh(logits / softcap) if softcap > 0."""
     logits = logits.float()
-    if softcap:  # written with tanh(z) = 2 sigmoid(2 z) - 1, because the compiler fuses it better
+    if softcap:  # written with tanh(z) = 2 sigmoid(2 z) - 1, because Inductor fuses it better
         logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
     return logits
 
@@ -259,7 +259,7 @@ def soft_capped(logits, softcap):
 class LinearCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of x @ weight.T, computed in chunks of tokens to save memory.
 
-    For 64 x 1024 tokens of GPT-2, float32 logits would take 13.2 GB. forward() already computes the
+    For 64 x 1024 tokens of GPT-2, float32 logits take 13.2 GB. forward() already computes the
     gradients, while it has the logits of a chunk; backward() multiplies them by grad_loss. The
     gradient of the logits is softmax minus one-hot. x: (N, C), weight: (V, C), targets: (N,).
     """
@@ -269,8 +269,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
-        max_chunks = 2 if x.is_cuda else 8  # for GPUs, a guess
-        # On CPUs, chunks of fewer than 512 x 50304 logits are slow (measured).
+        max_chunks = 2 if x.is_cuda else 8  # neither is tuned
+        # No chunk has fewer than 512 x 50304 logits, which would be slow (measured on CPUs).
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
         loss, grad_weight, grad_x = 0.0, 0.0, []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
@@ -299,13 +299,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 def orthogonalize(G):
     """Return approximately U V^T for a matrix G = U S V^T, by five Newton-Schulz iterations.
 
-    G: (M, N), float32 or bfloat16, as are the matmuls and the result. X starts as G / |G|. With
+    G: (M, N), float32 or bfloat16; matmuls and the result have its dtype. X starts as G / |G|. With
     R = X X^T, an iteration sets X = a*X + b*R X + c*R R X, which maps each singular value s of X to
     a*s + b*s^3 + c*s^5. After five iterations, nearly all of them lie between 0.7 and 1.2.
     Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    # The norm is float64, because squares could overflow. X has the dtype of G, as the norm is 0-D.
+    # In float32, the sum of squares could overflow. Dividing by a 0-D tensor keeps the dtype of G.
     X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
@@ -319,14 +319,13 @@ def orthogonalize(G):
 class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz, for matrices. The ranks divide the work.
 
-    lr: learning rate, the RMS of an update's entries. momentum: decay of the moving average of
+    lr: learning rate, about the RMS of an update. momentum: decay of the moving average of
     gradients. dtype: dtype of the matmuls; the updates are rounded to bfloat16, to send half as
     much. Every rank must hold all parameters and their complete gradients.
 
     Each matrix has a slot in a flat bfloat16 buffer of zeros. Each rank orthogonalizes some of the
     matrices and writes the updates into their slots. An all-reduce then gives all updates to every
-    rank; the sum is exact, because a slot is nonzero on only one rank. For other projects, copy
-    records/modern/muon.py, which needs nothing else.
+    rank; the sum is exact, because a slot is nonzero on only one rank.
     """
 
     def __init__(self, params, lr, momentum=0.95, rank=0, world_size=1, dtype=torch.bfloat16):
@@ -338,7 +337,7 @@ class Muon(torch.optim.Optimizer):
         """Collective: update all parameters in place."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            # Sorted by size, because rank r takes every world_size-th matrix: about the same work.
+            # Sorted by size, so that every world_size-th matrix is about the same work.
             params.sort(key=torch.numel, reverse=True)
             sizes = [p.numel() for p in params]
             device = group["params"][0].device
@@ -352,8 +351,8 @@ class Muon(torch.optim.Optimizer):
                 # Every rank updates all momentum buffers, so that rank 0 can save them.
                 momentum_buffer.lerp_(p.grad, 1 - group["momentum"])
                 if i % self.world_size == self.rank:
-                    # momentum_buffer is (1 - momentum) * M, if M = momentum * M + grad. So this is
-                    # Nesterov's grad + momentum * M, times a factor that orthogonalize() cancels.
+                    # With M updated by M <- momentum * M + grad, Nesterov's is grad + momentum * M.
+                    # This is (1 - momentum) times that, a factor that orthogonalize() cancels.
                     direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])
                     update.copy_(orthogonalize(direction.to(self.dtype)))
             if self.world_size > 1:
@@ -439,9 +438,9 @@ class TokenStream:
 
 @dataclasses.dataclass
 class DistributedDataLoader:
-    """The training batches. A batch depends only on the data, the seed and the step.
+    """The training batches. A global batch depends only on the data, the seed and the step.
 
-    The ranks split a global batch into consecutive equal parts, so a step trains on the same tokens
+    The ranks split it into consecutive equal parts, so a step trains on the same tokens
     with any number of ranks.
     """
 
@@ -510,7 +509,7 @@ def build_optimizers(model, args):
 
 
 def apply_schedule(model, optimizers, step, args):
-    """Set the learning rates of a step: constant, then a linear decay to 0. Ignores model."""
+    """Set the learning rates of a step: constant, then a linear decay to 0. model: unused here."""
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
     scale = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
     for optimizer in optimizers:
@@ -521,7 +520,7 @@ def apply_schedule(model, optimizers, step, args):
 class Recipe(NamedTuple):
     """The parts that another script, such as records/modern/train_modern.py, can replace."""
 
-    script: str  # the path of the script, relative to the folder of train_gpt2.py
+    script: str  # path from the folder of train_gpt2.py; .pt files hold it, so tools find the model
     sources: dict  # {file name: text} of the script's files, for the log
     settings: type  # Hyperparameters, or a subclass with more settings
     presets: dict
@@ -575,7 +574,7 @@ def sum_gradients(model):
     if get_world_size() == 1:
         return
     params = [p for p in model.parameters() if p.grad is not None]
-    for dtype in dict.fromkeys(p.dtype for p in params):  # unique, in the same order on all ranks
+    for dtype in dict.fromkeys(p.dtype for p in params):  # train_modern.py has two dtypes
         members = [p for p in params if p.dtype == dtype]
         buffer = torch.cat([p.grad.flatten() for p in members])
         dist.all_reduce(buffer)
@@ -603,7 +602,7 @@ def evaluate(run):
 
 
 def validate(run):
-    """Collective: set run.val_loss and log it. In runs of several epochs, save the best weights."""
+    """Collective: set run.val_loss and log it. If the data repeat, save the best weights."""
     with run.log.timed("validation"):
         run.val_loss = evaluate(run)
         check_weights_agree(run.model)
@@ -628,7 +627,7 @@ def train(run):
             try:
                 batch = run.train_loader.batch(run.step)  # the next, read while the GPU is busy
             except UserError:  # a shard cannot be read
-                save_checkpoint(run)  # not collective; writes if this is rank 0
+                save_checkpoint(run)  # saves nothing if only another rank failed
                 raise
             values = {name: tensor.item() for name, tensor in results.items()}  # waits for the GPU
         loss = values.pop("loss")
@@ -636,7 +635,7 @@ def train(run):
         run.log.progress(run.step, "train_loss", loss, values)
         if args.save_every and run.step % args.save_every == 0:
             save_checkpoint(run)
-    if not run.stopped:  # apply_schedule may also change the model (that of another Recipe does)
+    if not run.stopped:  # train_modern.py's schedule also sets its attention window
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
@@ -657,7 +656,7 @@ class Run:
     fixed: dict  # settings and facts about the data that must be the same in a resumed run
     log: "Log"
     stop_request: "StopRequest"  # tells whether this rank got a signal
-    lock: object = None  # on rank 0, the open file run.lock of the folder, which is locked
+    lock: object = None  # rank 0's run.lock, kept open because closing it would unlock it
     step: int = 0  # optimizer steps taken
     stopped: bool = False  # some rank got a signal, so all ranks stop
     finished: bool = False  # nothing is left to do, because model.pt exists
@@ -673,6 +672,10 @@ class Run:
 def set_up(args, recipe, stop_request):
     """Collective: build the Run that args describe, at step 0. Writes no files."""
     device = join_ranks(args)
+    # The first call of a function of MKL may be inaccurate if several threads make it. Call each
+    # with one element, on one thread: github.com/pytorch/pytorch/issues/188792
+    for function in torch.cos, torch.sin, torch.sqrt:
+        function(torch.ones(1))
     if device.type == "cpu":
         configure_cpu(args)
     train_loader, validation, val_tokens, data_facts = open_data(args, device)
@@ -693,8 +696,8 @@ def set_up(args, recipe, stop_request):
     fixed |= data_facts
     fixed["optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     sequences = args.batch_size // get_world_size()
-    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
-    micro_batch_size = max(n for n in divisors if n <= args.device_batch_size)
+    sizes = range(1, min(sequences, args.device_batch_size) + 1)
+    micro_batch_size = max(n for n in sizes if sequences % n == 0)  # no smaller last micro-batch
     return Run(
         recipe=recipe,
         args=args,
@@ -711,17 +714,14 @@ def set_up(args, recipe, stop_request):
 
 
 def main(args, recipe=RECIPE, stop_request=None):
-    """Collective: train as configured by args; return the last validation loss.
-
-    Return None if a signal stopped the run, or if it had already finished.
-    """
+    """Collective: train; return the last validation loss, or None if stopped or finished before."""
     run = set_up(args, recipe, stop_request or StopRequest())
     claim_folder(run)
-    origin = restore(run)  # a line for the log; sets run.step and run.finished
+    start_message = restore(run)  # sets run.step and run.finished
     if run.finished:
-        run.log(origin)
+        run.log(start_message)
         return None
-    log_header(run, origin)
+    log_header(run, start_message)
     if args.compile:
         with run.log.timed("compile"):
             compile_model(run)
@@ -745,8 +745,9 @@ def check_settings(args):
     check_at_least(args, 1, "num_iterations keep_checkpoints device_batch_size comm_timeout")
     check_at_least(args, 0, "seed learning_rate muon_learning_rate muon_momentum val_tokens")
     check_at_least(args, 0, "warmdown_fraction val_loss_every target_val_loss save_every")
-    if args.muon_momentum >= 1:
-        raise UserError(f"muon_momentum={args.muon_momentum} must be less than 1")
+    if args.muon_momentum >= 1 or args.warmdown_fraction > 1:
+        limit = f"less than 1, and warmdown_fraction={args.warmdown_fraction} at most 1"
+        raise UserError(f"muon_momentum={args.muon_momentum} must be {limit}")
     if args.n_embd % (2 * args.n_head):
         raise UserError(f"n_embd={args.n_embd} must be divisible by 2 * n_head = {2 * args.n_head}")
     if not re.fullmatch(r"([\w-][\w.-]*)?", args.run_id):
@@ -781,12 +782,12 @@ def parse_args(argv, recipe=RECIPE):
     names, types = list(recipe.presets), get_type_hints(recipe.settings)
     parser.add_argument("--preset", choices=names, default=names[0], help="settings to start from")
     for field in dataclasses.fields(recipe.settings):
+        default = recipe.presets[names[0]].get(field.name, field.default)
         parser.add_argument(
             f"--{field.name}",
             type={bool: boolean, int: int, float: float}.get(types[field.name], str),
             choices=get_args(types[field.name]) or None,  # the values of a Literal
-            # --help shows the default here
-            metavar=str(recipe.presets[names[0]].get(field.name, field.default)) or "''",
+            metavar=str(default) or "''",  # so that --help shows it
             help=field.metadata.get("help", "").replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
@@ -834,7 +835,7 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # that an epoch must have
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # in an epoch
     if max_steps < needed_steps:
         fix = "add data, lower --num_iterations or --batch_size, or pass --allow_repeat=True"
         raise UserError(f"{args.train_files!r} has tokens for only {max_steps} steps: {fix}")
@@ -845,7 +846,7 @@ def open_data(args, device):
     usable = (val_stream.total_tokens - 1) // T * T
     if usable == 0:
         raise UserError(f"{args.val_files!r} has at most {T} tokens: lower --sequence_length")
-    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))  # 0: about 2**18
+    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))  # 0: at most 2**18
     if val_tokens % T or val_tokens > usable:
         limit = f"a multiple of sequence_length={T} up to {usable} for {args.val_files!r}"
         raise UserError(f"val_tokens={val_tokens} must be {limit}, or 0")
@@ -870,7 +871,7 @@ def choose_device(args):
     gpus = torch.cuda.device_count()
     if args.device == "cpu" or (args.device == "auto" and gpus == 0):
         return torch.device("cpu")
-    # Use a single GPU: some launchers make only one visible to each process, as GPU 0.
+    # If one GPU is visible, use it on every rank: some launchers show each process just its own.
     index = int(os.environ.get("LOCAL_RANK", "0")) if gpus > 1 else 0
     if index >= gpus or not torch.cuda.is_available():
         fix = "start fewer processes, check the driver, or pass --device=cpu"
@@ -894,12 +895,8 @@ def choose_dtype(args, device):
 
 def configure_cpu(args):
     """Set PyTorch's global options for training on a CPU."""
-    # The first call of a function of MKL may be inaccurate if several threads make it. Call each
-    # with one element, on one thread: github.com/pytorch/pytorch/issues/188792
-    for function in torch.cos, torch.sin, torch.sqrt:
-        function(torch.ones(1))
-    # Despite their names, these options affect CPUs. For sequences of up to 512 tokens, unfused
-    # attention is faster than flash attention (measured), if its scores stay in bfloat16.
+    # The next two options affect CPUs, too. For sequences of up to 512 tokens, unfused attention is
+    # faster than flash attention (measured), if its scores stay in bfloat16.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     # Sum an embedding's gradients in a fixed order, so that runs are bit-reproducible.
@@ -922,7 +919,7 @@ def compile_model(run):
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
-    targets = torch.zeros_like(inputs)  # two tensors, or it would be recompiled in training
+    targets = torch.zeros_like(inputs)  # not the same tensor, or training would recompile
     try:
         with torch.no_grad():
             run.model.eval()(inputs, targets)
@@ -993,7 +990,7 @@ def leave_ranks():
     """Collective: leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(0.2)  # lets gloo's threads end; otherwise, they may abort the process
+        time.sleep(0.2)  # gloo's threads need time to end, or they may abort the process
 
 
 def from_rank_0(value):
@@ -1005,17 +1002,20 @@ def from_rank_0(value):
 
 
 def check_ranks_agree(values, fix):
-    """Collective: raise UserError on each rank whose dict of values differs from that of rank 0."""
-    for name, value in from_rank_0(values).items():
-        if values[name] != value:
-            here = f"{values[name]} on rank {get_rank()}"
-            raise UserError(f"the ranks differ in {name} ({value} on rank 0, {here}): {fix}")
+    """Collective: raise UserError on all ranks unless their dicts of values are equal."""
+    by_rank = [values] * get_world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(by_rank, values)
+    for name, value in values.items():
+        found = [others.get(name) for others in by_rank]
+        if found != [value] * len(found):
+            raise UserError(f"the ranks differ in {name} (on ranks 0, 1, ...: {found}): {fix}")
 
 
 def check_weights_agree(model):
-    """Collective: raise UserError on a rank whose weights differ from those of rank 0."""
-    bits = (p.detach().float().view(torch.int32) for p in model.parameters())
-    checksum = sum(tensor.sum(dtype=torch.int32) for tensor in bits)  # modulo 2**32
+    """Collective: raise UserError on all ranks unless they have the same weights."""
+    patterns = (p.detach().float().view(torch.int32) for p in model.parameters())
+    checksum = sum(tensor.sum(dtype=torch.int32) for tensor in patterns)  # modulo 2**32
     check_ranks_agree(dict(weights=checksum.item()), fix="check the hardware, and resume")
 
 
@@ -1095,8 +1095,8 @@ class Log:
         self.seconds[phase] += time.perf_counter() - start
 
 
-def log_header(run, origin):
-    """Log what is needed to reproduce the run. origin: where its weights come from."""
+def log_header(run, start_message):
+    """Log what is needed to reproduce the run. start_message: where its weights come from."""
     args, log = run.args, run.log
     settings = "\n".join(f"hyperparameter {name}={value!r}" for name, value in vars(args).items())
     source = "\n".join(run.recipe.sources.values())
@@ -1114,12 +1114,12 @@ def log_header(run, origin):
         f"matmul_dtype:{args.dtype} micro_batch:{run.micro_batch_size}",
         f"val_tokens:{args.val_tokens} train_tokens:{run.train_loader.stream.total_tokens} {data}",
     ]
-    log("\n".join([*lines, origin]))
-    log.seconds["setup"] = time.perf_counter() - START  # it ends here
+    log("\n".join([*lines, start_message]))
+    log.seconds["setup"] = time.perf_counter() - START
 
 
 def log_summary(run):
-    """Log the result as `key: value` lines."""
+    """Log the result as `key: value` lines. After a resume, only train_seconds is of all parts."""
     args, log = run.args, run.log
     log(f"val_loss: {run.val_loss:.4f}\nweights: {run.folder / 'model.pt'}")
     if args.target_val_loss:
@@ -1131,7 +1131,7 @@ def log_summary(run):
         log(f"{phase}_seconds: {seconds:.1f}")
     log(f"tokens_per_second: {run.tokens_to_train / log.seconds['train']:.0f}")
     log(f"peak_memory_mib: {peak_memory(run.device):.0f}")
-    if args.compile:  # one for training, one for validation; more indicate recompilation
+    if args.compile:  # 2: training and validation; more if the model was recompiled
         log(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
 
 
@@ -1139,7 +1139,7 @@ def log_summary(run):
 def save(run, name, **more):
     """Write weights, settings and `more` to a file in the run's folder, atomically, on rank 0.
 
-    Not collective: no rank waits. Raises UserError if it fails or if a tensor is not finite.
+    Every rank should call it; none waits. Raises UserError if it fails or a tensor is not finite.
     """
     path, partial = run.folder / name, run.folder / "partial"
     state = dict(
@@ -1172,11 +1172,11 @@ def save(run, name, **more):
 
 
 def save_checkpoint(run):
-    """On rank 0, save what a run needs to resume, and delete old checkpoints. Not collective."""
+    """On rank 0, save what a run needs to resume, and delete old checkpoints. No rank waits."""
     path = run.folder / f"state_step{run.step:010d}.pt"
     save(run, path.name, optimizers=[o.state_dict()["state"] for o in run.optimizers])
     if get_rank() == 0:
-        # Later checkpoints are damaged, or the run would have resumed from them. Do not count them.
+        # A checkpoint of a later step is damaged: restore() skipped it. Do not count it.
         earlier = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in earlier[: -run.args.keep_checkpoints]:
             old.unlink()
@@ -1193,7 +1193,7 @@ def read_pt(path):
         with zipfile.ZipFile(path) as archive:  # a .pt file is a zip file
             damaged_part = archive.testzip()  # compares checksums
             attributes = [info.external_attr for info in archive.infolist()]
-        # Checksums omit attributes, which are 0. With others, torch.load may return random memory.
+        # Checksums do not cover attributes. torch.save writes 0; torch.load misreads other values.
         if damaged_part is not None or any(attributes):
             raise ValueError("it is damaged")
         state = torch.load(path, map_location="cpu", weights_only=True)  # runs no code in the file
@@ -1238,9 +1238,7 @@ def restore(run):
 
     Return a line for the log that says where the weights come from.
     """
-    path = None
-    if run.args.resume:
-        path = from_rank_0(newest_file(run) if get_rank() == 0 else None)
+    path = from_rank_0(newest_file(run) if run.args.resume and get_rank() == 0 else None)
     if path:
         state = load_weights(run, path, run.fixed)
         run.step, run.val_loss = state["step"], state["val_loss"]
@@ -1257,15 +1255,15 @@ def restore(run):
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
-        expected = {name: run.fixed[name] for name in ("n_head", "encoding")}
-        load_weights(run, run.args.init, expected)  # the shapes of weights do not show these two
+        expected = {name: run.fixed[name] for name in ("n_head", "encoding")}  # shapes do not tell
+        load_weights(run, run.args.init, expected)
     return f"starting from {run.args.init or 'new weights'}"
 
 
 def newest_file(run):
     """Return the path of model.pt or of the newest undamaged checkpoint, or None."""
     candidates = [*checkpoints_in(run.folder), *run.folder.glob("model.pt")]
-    for path in reversed(candidates):
+    for path in reversed(candidates):  # model.pt first
         try:
             read_pt(path)  # fails if it is damaged
             return path
@@ -1286,7 +1284,7 @@ def load_weights(run, path, expected):
         run.log(f"warning: the script has changed since it saved {path}")
     differences = []
     for name, value in expected.items():
-        default = getattr(run.recipe.settings, name, None)  # for a setting newer than the file
+        default = getattr(run.recipe.settings, name, None)  # for a setting that was added later
         saved = state["fixed"].get(name, default)
         if value != saved and None not in (value, saved):
             differences.append(f"{name}={saved} (here {value})")

@@ -240,6 +240,13 @@ def test_a_fault_in_one_rank_ends_all_ranks_with_one_message(name, tiny, tmp_pat
     assert checkpoints(tmp_path / "logs" / "f")[-1] == "state_step0000000004.pt"
 
 
+def test_a_result_of_weights_that_differ_is_never_published(tiny, tmp_path):
+    """Rank 0 did so, if its own weights were the wrong ones."""
+    done = run_forked({**tiny, "val_loss_every": 0}, 2, faulty_script(tmp_path, FLIP))
+    assert error_of(done).startswith("the ranks differ in weights (")
+    assert "\nval_loss: " not in done.stdout and not list(tmp_path.glob("logs/*/model.pt"))
+
+
 UNLIKE = {  # how rank 1 differs, as on another node: Python that it runs first
     "seed": 'sys.argv.append("--seed=1")',
     "source": "train_gpt2.cli.__defaults__ = (train_gpt2.RECIPE._replace(sources={}),)",
