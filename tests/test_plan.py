@@ -100,9 +100,9 @@ def visible_blocks(args, tokens):
 @pytest.mark.slow
 def test_a_plan_for_three_gpus_adds_up():
     # PyTorch compiles more strictly where CI is set.
-    page, progress = plan("--world_size=3", "--device=4090", *SMALL, CI="1")
+    page, progress = plan("--world_size=3", "--device=B200", *SMALL, CI="1")
     assert "triton_" in progress and "Traceback" not in progress
-    assert "on 3 x 4090, 2 x 2 sequences on each" in page
+    assert "on 3 x B200, 2 x 2 sequences on each" in page
     rows = rows_of(page)
     step = rows.pop("step")
     ms = {part: numbers[3] for part, numbers in rows.items()}
@@ -123,13 +123,15 @@ def test_a_plan_for_three_gpus_adds_up():
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["4090", "A10G", "B200"])
-def test_flex_attention_fits_the_shared_memory_of_other_gpus(device):
-    """Compiling fails if no configuration of a kernel fits. Their size depends on the heads."""
+def test_flex_attention_fits_the_shared_memory_of_smaller_gpus():
+    """Compiling fails if no configuration of a kernel fits. Their size depends on the heads.
+
+    A 4090, like an A10G, has 99 KiB for a block, and an H100 227.
+    """
     settings = ["modern", "--preset=modern_24gb", "--n_layer=4", "--n_head=1", "--n_embd=128"]
     settings += ["--vocab_size=512", "--document_token=0", "--ngram_rows=512"]
-    page, _ = plan(*settings, f"--device={device}")
-    assert f"on 1 x {device}, 16 x 1 sequences" in page and "| attention, backward |" in page
+    page, _ = plan(*settings, "--device=4090")
+    assert "on 1 x 4090, 16 x 1 sequences" in page and "| attention, backward |" in page
 
 
 def test_a_missing_package_is_named_in_one_sentence():
