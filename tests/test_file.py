@@ -100,8 +100,9 @@ def test_the_help_explains_every_setting_and_lists_the_presets(recipe, capsys, m
     words = " ".join(capsys.readouterr().out.split())
     assert " ".join(recipe.settings.__doc__.split()) in words
     assert f" --preset {{{','.join(recipe.presets)}}} settings to start from " in words
+    first_preset = next(iter(recipe.presets.values()))
     for field in dataclasses.fields(recipe.settings):
-        default = str(field.default) or "''"
+        default = str(first_preset.get(field.name, field.default)) or "''"
         shown = " ".join(f"--{field.name} {default} {field.metadata.get('help', '')}".split())
         assert f" {shown} " in f"{words} ", field.name
 
