@@ -915,7 +915,7 @@ def compile_model(run):
     """Compile the model by running one validation and one training pass on a micro-batch."""
     from torch._dynamo.exc import BackendCompilerFailed  # slow to import
 
-    run.log("compiling (up to a minute; --compile=False starts sooner but trains more slowly)")
+    run.log("compiling (minutes the first time; --compile=False starts sooner but trains slowly)")
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
