@@ -41,7 +41,7 @@ assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is old
 }
 is_new() { "$1" -c "import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null; }
 python=${PYTHON:-python3}
-[[ $python != */* ]] || python=$(cd "$(dirname "$python")" && pwd)/${python##*/}  # run.sh may change folder
+[[ $python != */* || $python = /* ]] || python=$PWD/$python  # run.sh may change the folder
 is_new "$python" || fail "$python is not Python 3.10 or newer: install it, and set PYTHON"
 if [ -n "$(missing "$python")" ]; then
     venv=$root/.venv

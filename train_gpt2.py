@@ -8,7 +8,7 @@
 This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
 github.com/KellerJordan/modded-nanogpt. Differences: the residual stream is bfloat16, the rotary
 tables are float32, and a sequence may continue in the next data file. It has not been run on a GPU
-yet. It needs Linux or macOS, Python 3.10, numpy, and torch 2.5 or newer.
+yet. It needs Linux or macOS, numpy, Python 3.10 or newer, and torch 2.5 or newer.
 
 Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery below.
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Functions
@@ -270,7 +270,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
         max_chunks = 2 if x.is_cuda else 8  # neither is tuned
-        # No chunk has fewer than 512 x 50304 logits, which would be slow (measured on CPUs).
+        # Aim at chunks of at least 512 x 50304 logits: smaller ones are slow (measured on CPUs).
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
         loss, grad_weight, grad_x = 0.0, 0.0, []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
@@ -337,7 +337,7 @@ class Muon(torch.optim.Optimizer):
         """Collective: update all parameters in place."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            # Sorted by size, so that every world_size-th matrix is about the same work.
+            # Sorted by size, because each rank takes every world_size-th matrix: about equal work.
             params.sort(key=torch.numel, reverse=True)
             sizes = [p.numel() for p in params]
             device = group["params"][0].device
@@ -627,7 +627,7 @@ def train(run):
             try:
                 batch = run.train_loader.batch(run.step)  # the next, read while the GPU is busy
             except UserError:  # a shard cannot be read
-                save_checkpoint(run)  # saves nothing if only another rank failed
+                save_checkpoint(run)  # saves nothing unless this is rank 0
                 raise
             values = {name: tensor.item() for name, tensor in results.items()}  # waits for the GPU
         loss = values.pop("loss")
@@ -846,7 +846,7 @@ def open_data(args, device):
     usable = (val_stream.total_tokens - 1) // T * T
     if usable == 0:
         raise UserError(f"{args.val_files!r} has at most {T} tokens: lower --sequence_length")
-    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))  # 0: at most 2**18
+    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))  # 0: about 2**18
     if val_tokens % T or val_tokens > usable:
         limit = f"a multiple of sequence_length={T} up to {usable} for {args.val_files!r}"
         raise UserError(f"val_tokens={val_tokens} must be {limit}, or 0")

@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
     process_group: the ranks that share the work and hold the same parameters, as with DDP, such as
       torch.distributed.group.WORLD (None before init_process_group). DTensors ignore it.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32. Updates are rounded to bfloat16.
-    Raises ValueError if a parameter, a number or the kind of a loaded state is invalid.
+    Raises ValueError if a parameter, an option (but ns_coefficients) or a loaded state is invalid.
 
     Average the gradients over the ranks before step(), as DDP does. If the ranks pass parameters in
     different orders, updates are mixed up. A parameter needs a gradient on all ranks or on none.

@@ -104,7 +104,7 @@ PRESETS = {
         vocab_size=2176, document_token=2048, ngram_rows=5 * 2048,
         n_layer=8, batch_size=8, sequence_length=512, device_batch_size=8,
         # 24 blocks, although a sequence has 4. The window grows linearly, so it covers the sequence
-        # after 1/8 of the run in long layers, and after about 1/4 in the others, which have half.
+        # after 1/8 of the run in long layers, and after 7/24 in the others, which have half.
         attention_window=6 * 512,
         num_iterations=600, val_loss_every=0, val_tokens=0, target_val_loss=0.0,
     ),

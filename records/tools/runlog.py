@@ -84,7 +84,7 @@ def run_child(arguments):
             previous[number] = signal.signal(number, pass_on)
     status = child.wait()
     for number, handler in previous.items():
-        signal.signal(number, handler)
+        signal.signal(number, handler or signal.SIG_DFL)
     return status if status >= 0 else 128 - status  # as a shell reports a signal
 
 
@@ -202,7 +202,8 @@ def add_point(run, point):
 def read(path):
     """Return the Run of a log, finished or not. Raises ValueError for a file that is not a log.
 
-    The source, the settings and the facts of the last start count. Starts with different seeds are
+    The source, the settings and the facts of the last start count, except that torch, processes and
+    matmul_dtype list the values of all starts. Starts with different seeds are
     different runs.
     """
     path = Path(path)
@@ -213,7 +214,8 @@ def read(path):
         last = starts[-1]
         for name in "torch", "processes", "matmul_dtype":  # they may differ between the starts
             values = [start.facts[name] for start in starts if name in start.facts]
-            last.facts[name] = ", ".join(dict.fromkeys(values))
+            if values:
+                last.facts[name] = ", ".join(dict.fromkeys(values))
         if len({start.settings["seed"] for start in starts}) > 1:
             raise ValueError("another seed")
         run = Run(
