@@ -80,10 +80,10 @@ class Hyperparameters:
     learning_rate: float = setting(0.0036, "AdamW learning rate for the embedding and head")
     muon_learning_rate: float = setting(0.00036, "Muon learning rate for all other matrices")
     muon_momentum: float = setting(0.95, "Muon momentum")
-    warmdown_fraction: float = setting(1450 / 5100, "learning rates fall to 0 in this last part")
+    warmdown_fraction: float = setting(1450 / 5100, "final part, where learning rates decay to 0")
     shuffle: bool = setting(False, "read sequences in random order; False: in file order")
     init: str = setting("", "file with initial weights, such as model.pt")
-    val_tokens: int = setting(10485760, "validation tokens; 0: 2**18, or all if fewer")
+    val_tokens: int = setting(10485760, "validation tokens; 0: 2**18, or all if there are fewer")
 
     # Files and machine. You may change these settings when you resume a run.
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
@@ -97,7 +97,7 @@ class Hyperparameters:
     keep_checkpoints: int = setting(2, "number of recent checkpoints to keep")
     resume: Literal["", "auto"] = setting("", "auto: continue the run, if it has a checkpoint")
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = setting(64, "limit of the micro-batch; lower it to save memory")
+    device_batch_size: int = setting(64, "largest micro-batch, in sequences; lower to save memory")
     compile: bool = setting(True, "use torch.compile; False starts sooner but trains more slowly")
     comm_timeout: int = setting(600, "timeout of collectives, in seconds")
 
@@ -128,7 +128,7 @@ PRESETS = {
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
 def norm(x):
     """RMSNorm over the last dimension, without a gain."""
-    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's; bfloat16's, 2**-7, is too large
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's epsilon; bfloat16's is too large
 
 
 class CastedLinear(nn.Linear):
@@ -141,7 +141,7 @@ class CastedLinear(nn.Linear):
 class Rotary(nn.Module):
     """Rotary position embedding: rotates (x[i], x[i + D/2]) clockwise by position * frequencies[i].
 
-    Angles are in radians. Source (counterclockwise there): https://arxiv.org/abs/2104.09864
+    Angles are in radians. Source, which rotates counterclockwise: https://arxiv.org/abs/2104.09864
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -213,7 +213,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 as in record 7, with tied embedding and output head.
 
-    Weights are float32; activations and matmuls use the given dtype. Names are those of GPT-2.
+    Weights are float32; activations and matmuls use the given dtype. Modules have GPT-2's names.
     """
 
     def __init__(self, args, dtype=torch.float32):
@@ -239,7 +239,7 @@ class GPT(nn.Module):
 def loss_or_logits(x, head, targets=None, softcap=0.0):
     """Return the mean cross-entropy of the logits head(x), or the logits if targets is None.
 
-    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: for train_modern.py; 0: none.
+    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: see soft_capped; 0 here.
     """
     if targets is None:
         return soft_capped(head(x), softcap)
@@ -269,7 +269,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
-        max_chunks = 2 if x.is_cuda else 8  # neither is tuned
+        max_chunks = 2 if x.is_cuda else 8  # neither value is tuned
         # Aim at chunks of at least 512 x 50304 logits: smaller ones are slow (measured on CPUs).
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
         loss, grad_weight, grad_x = 0.0, 0.0, []
@@ -351,8 +351,8 @@ class Muon(torch.optim.Optimizer):
                 # Every rank updates all momentum buffers, so that rank 0 can save them.
                 momentum_buffer.lerp_(p.grad, 1 - group["momentum"])
                 if i % self.world_size == self.rank:
-                    # With M updated by M <- momentum * M + grad, Nesterov's is grad + momentum * M.
-                    # This is (1 - momentum) times that, a factor that orthogonalize() cancels.
+                    # With M <- momentum * M + grad, Nesterov momentum is grad + momentum * M. This
+                    # is (1 - momentum) times as large, a factor that orthogonalize() cancels.
                     direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])
                     update.copy_(orthogonalize(direction.to(self.dtype)))
             if self.world_size > 1:
@@ -509,7 +509,7 @@ def build_optimizers(model, args):
 
 
 def apply_schedule(model, optimizers, step, args):
-    """Set the learning rates of a step: constant, then a linear decay to 0. model: unused here."""
+    """Set the learning rates of a step: constant, then a linear decay to 0. model is unused."""
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
     scale = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
     for optimizer in optimizers:
@@ -520,7 +520,7 @@ def apply_schedule(model, optimizers, step, args):
 class Recipe(NamedTuple):
     """The parts that another script, such as records/modern/train_modern.py, can replace."""
 
-    script: str  # path from the folder of train_gpt2.py; .pt files hold it, so tools find the model
+    script: str  # path from the folder of train_gpt2.py, saved in .pt files for the tools
     sources: dict  # {file name: text} of the script's files, for the log
     settings: type  # Hyperparameters, or a subclass with more settings
     presets: dict
@@ -627,7 +627,7 @@ def train(run):
             try:
                 batch = run.train_loader.batch(run.step)  # the next, read while the GPU is busy
             except UserError:  # a shard cannot be read
-                save_checkpoint(run)  # saves nothing unless this is rank 0
+                save_checkpoint(run)  # only rank 0 saves
                 raise
             values = {name: tensor.item() for name, tensor in results.items()}  # waits for the GPU
         loss = values.pop("loss")
@@ -697,7 +697,7 @@ def set_up(args, recipe, stop_request):
     fixed["optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     sequences = args.batch_size // get_world_size()
     sizes = range(1, min(sequences, args.device_batch_size) + 1)
-    micro_batch_size = max(n for n in sizes if sequences % n == 0)  # no smaller last micro-batch
+    micro_batch_size = max(n for n in sizes if sequences % n == 0)  # all of equal size
     return Run(
         recipe=recipe,
         args=args,
@@ -714,7 +714,7 @@ def set_up(args, recipe, stop_request):
 
 
 def main(args, recipe=RECIPE, stop_request=None):
-    """Collective: train; return the last validation loss, or None if stopped or finished before."""
+    """Collective: train; return the validation loss, or None if stopped or already finished."""
     run = set_up(args, recipe, stop_request or StopRequest())
     claim_folder(run)
     start_message = restore(run)  # sets run.step and run.finished
@@ -745,9 +745,10 @@ def check_settings(args):
     check_at_least(args, 1, "num_iterations keep_checkpoints device_batch_size comm_timeout")
     check_at_least(args, 0, "seed learning_rate muon_learning_rate muon_momentum val_tokens")
     check_at_least(args, 0, "warmdown_fraction val_loss_every target_val_loss save_every")
-    if args.muon_momentum >= 1 or args.warmdown_fraction > 1:
-        limit = f"less than 1, and warmdown_fraction={args.warmdown_fraction} at most 1"
-        raise UserError(f"muon_momentum={args.muon_momentum} must be {limit}")
+    if args.muon_momentum >= 1:
+        raise UserError(f"muon_momentum={args.muon_momentum} must be less than 1")
+    if args.warmdown_fraction > 1:
+        raise UserError(f"warmdown_fraction={args.warmdown_fraction} must be at most 1")
     if args.n_embd % (2 * args.n_head):
         raise UserError(f"n_embd={args.n_embd} must be divisible by 2 * n_head = {2 * args.n_head}")
     if not re.fullmatch(r"([\w-][\w.-]*)?", args.run_id):
@@ -835,7 +836,7 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # in an epoch
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # minimum per epoch
     if max_steps < needed_steps:
         fix = "add data, lower --num_iterations or --batch_size, or pass --allow_repeat=True"
         raise UserError(f"{args.train_files!r} has tokens for only {max_steps} steps: {fix}")
@@ -915,7 +916,7 @@ def compile_model(run):
     """Compile the model by running one validation and one training pass on a micro-batch."""
     from torch._dynamo.exc import BackendCompilerFailed  # slow to import
 
-    run.log("compiling (minutes the first time; --compile=False starts sooner but trains slowly)")
+    run.log("compiling (up to a few minutes; --compile=False starts sooner but trains more slowly)")
     run.model.compile(dynamic=False, fullgraph=True)
     shape = (run.micro_batch_size, run.args.sequence_length)
     inputs = torch.zeros(shape, dtype=torch.int64, device=run.device)
@@ -1119,7 +1120,7 @@ def log_header(run, start_message):
 
 
 def log_summary(run):
-    """Log the result as `key: value` lines. After a resume, only train_seconds is of all parts."""
+    """Log the result as `key: value` lines. After a resume, only train_seconds is cumulative."""
     args, log = run.args, run.log
     log(f"val_loss: {run.val_loss:.4f}\nweights: {run.folder / 'model.pt'}")
     if args.target_val_loss:
@@ -1131,7 +1132,7 @@ def log_summary(run):
         log(f"{phase}_seconds: {seconds:.1f}")
     log(f"tokens_per_second: {run.tokens_to_train / log.seconds['train']:.0f}")
     log(f"peak_memory_mib: {peak_memory(run.device):.0f}")
-    if args.compile:  # 2: training and validation; more if the model was recompiled
+    if args.compile:  # one each for training and validation; more if recompiled
         log(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
 
 
@@ -1139,7 +1140,7 @@ def log_summary(run):
 def save(run, name, **more):
     """Write weights, settings and `more` to a file in the run's folder, atomically, on rank 0.
 
-    Every rank should call it; none waits. Raises UserError if it fails or a tensor is not finite.
+    Every rank should call it, but none waits. Raises UserError on failure, NaN or infinity.
     """
     path, partial = run.folder / name, run.folder / "partial"
     state = dict(
@@ -1255,7 +1256,7 @@ def restore(run):
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
-        expected = {name: run.fixed[name] for name in ("n_head", "encoding")}  # shapes do not tell
+        expected = {name: run.fixed[name] for name in ("n_head", "encoding")}  # not in the shapes
         load_weights(run, run.args.init, expected)
     return f"starting from {run.args.init or 'new weights'}"
 

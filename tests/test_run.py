@@ -156,7 +156,7 @@ TOO_LARGE = "must be from 0 to 2**63"
         (f"--seed={10**30}", f"seed={10**30} {TOO_LARGE}"),
         (f"--vocab_size={2**63}", f"vocab_size={2**63} must be from 1 to 2**63"),
         ("--muon_momentum=1", "muon_momentum=1.0 must be less than 1"),
-        ("--warmdown_fraction=2", "warmdown_fraction=2.0 at most 1"),
+        ("--warmdown_fraction=2", "warmdown_fraction=2.0 must be at most 1"),
         ("--n_head=5", "n_embd=768 must be divisible by 2 * n_head = 10"),
         ("--run_id=..", "run_id='..' may contain only letters, digits, '-', '_' and, except"),
         ("--run_id=a/b", "run_id='a/b' may contain only letters"),

@@ -11,7 +11,7 @@ LR_FACTORS = {  # for each adjust_lr_fn, the factor of the learning rate of an M
     "original": lambda M, N: max(1, M / N) ** 0.5,  # Keller Jordan's
     "match_rms_adamw": lambda M, N: 0.2 * max(M, N) ** 0.5,  # matches the RMS of AdamW updates
     "spectral_unclamped": lambda M, N: (M / N) ** 0.5,
-    "unit_rms": lambda M, N: max(M, N) ** 0.5,  # lr is the RMS of an update; ours
+    "unit_rms": lambda M, N: max(M, N) ** 0.5,  # our own: lr is the RMS of an update
 }
 LR_FACTORS[None] = LR_FACTORS["original"]  # as in torch.optim.Muon
 
@@ -23,7 +23,7 @@ def orthogonalize(G, dtype=torch.bfloat16, coefficients=(NEWTON_SCHULZ,) * 5, ep
     coefficients: a tuple with (a, b, c) of each iteration. eps: added to the Frobenius norm.
     Returns bfloat16. Source: https://kellerjordan.github.io/posts/muon/
     """
-    # In float64, squares cannot overflow, but MPS lacks it. Two reductions are faster on CPUs.
+    # In float64, squares cannot overflow, but MPS lacks it. Take the norm of the norms of the rows.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
     row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=norm_dtype)
     frobenius_norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True) + eps
@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
     process_group: the ranks that share the work and hold the same parameters, as with DDP, such as
       torch.distributed.group.WORLD (None before init_process_group). DTensors ignore it.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32. Updates are rounded to bfloat16.
-    Raises ValueError if a parameter, an option (but ns_coefficients) or a loaded state is invalid.
+    Raises ValueError if a parameter, an option (not ns_coefficients) or a loaded state is invalid.
 
     Average the gradients over the ranks before step(), as DDP does. If the ranks pass parameters in
     different orders, updates are mixed up. A parameter needs a gradient on all ranks or on none.

@@ -56,13 +56,13 @@ class ModernSettings(Hyperparameters):
     attention_window: int = setting(
         1728, "final window of long layers, in tokens; 0: full attention, also across documents"
     )
-    document_token: int = setting(50256, "starts a document: 256 for bytes, N for gpt2-N")
+    document_token: int = setting(50256, "token that starts a document; bytes: 256")
     ngram_rows: int = setting(5 * 50304, "rows of the hashed n-gram table; 0: no table")
     max_ngram: int = setting(2, "longest n-gram in the table, in tokens")
     embedding_learning_rate: float = setting(0.6, "AdamW learning rate of the embedding tables")
     muon_weight_decay: float = setting(0.0, "weight decay of Muon")
-    momentum_warmup_fraction: float = setting(300 / 1950, "part of the steps: momentum rises")
-    momentum_cooldown_fraction: float = setting(50 / 1950, "last part: momentum falls")
+    momentum_warmup_fraction: float = setting(300 / 1950, "first part, where momentum rises")
+    momentum_cooldown_fraction: float = setting(50 / 1950, "final part, where momentum falls")
     final_lr_fraction: float = setting(0.15, "final / initial learning rate")
 
     def __post_init__(self):
