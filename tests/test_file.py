@@ -68,12 +68,6 @@ assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized(
 """
 
 
-def test_on_windows_the_import_that_fails_says_to_use_wsl():
-    code = "import sys; sys.modules['fcntl'] = None; import train_gpt2"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 1 and "import fcntl  # not on Windows: use WSL there\n" in run.stderr
-
-
 def test_text_files_are_read_and_written_as_utf_8_whatever_the_locale():
     for path in SCRIPT, *ROOT.glob("data/*.py"), *ROOT.glob("records/*/*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

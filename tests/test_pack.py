@@ -21,7 +21,6 @@ import pytest
 import tiktoken
 from conftest import ROOT, SHARED_DATA
 
-BOOKS = SHARED_DATA / "books" / "books.jsonl.xz"
 TEXTS = [f"{i}: naïve €\nprint('😀')\r\n" * (1 + i % 7) for i in range(300)]
 
 
@@ -101,17 +100,6 @@ def test_a_folder_is_packed_in_path_order_and_held_out(by_name, tmp_path, monkey
         assert manifest[split]["tokens"] == len(shard_tokens(out, split))
     assert (out / "train_000001.bin").stat().st_size == 1024 + 2 * 1000
     assert (manifest["encoding"], manifest["vocab_size"]) == ("bytes", 257)
-
-
-@pytest.mark.skipif(not BOOKS.exists(), reason="the corpus is not beside this clone")
-def test_books_equal_an_independent_tokenization(tmp_path, monkeypatch):
-    monkeypatch.setattr(pack, "SHARD_TOKENS", 1_000_000)
-    packed(tmp_path / "out", BOOKS, "--encoding", "gpt2", "--val_fraction", 0)
-    encoding, expected = tiktoken.get_encoding("gpt2"), []
-    for line in lzma.open(BOOKS, "rt", encoding="utf-8"):
-        text = json.loads(line)["text"]
-        expected += [50256, *encoding.encode(text, disallowed_special=())]
-    assert shard_tokens(tmp_path / "out", "train").tolist() == expected
 
 
 @pytest.mark.parametrize("texts, fraction", [(1, 0.25), (2, 0.1), (10, 0.1), (11, 0.3)])

@@ -159,7 +159,7 @@ def test_a_start_that_was_killed_in_its_header_does_not_count(tmp_path):
     """An earlier script wrote its header in 47 pieces."""
     whole = write_log(tmp_path / "a.txt").read_text()
     path = tmp_path / "b.txt"
-    for cut in range(whole.index("torch:")):
+    for cut in range(whole.index("step:1/")):
         path.write_text(whole[:cut].rsplit("\n", 1)[0] + "\n" + whole)
         assert runlog.read(path).val_loss == 1.25
         assert not runlog.read(path).edited
@@ -227,17 +227,6 @@ def test_no_failed_run_is_left_out_unseen(changes, step, tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "| a | 3 | 40 | n/a | n/a |" in printed and f"| a | 3 | {step} |" in printed
-
-
-@pytest.mark.parametrize(
-    "name, other", {"val_data": "bb", "processes": 2, "matmul_dtype": "bfloat16"}.items()
-)
-def test_runs_with_other_headers_do_not_mix(name, other, tmp_path):
-    write_group(tmp_path, "a", [1.2, 1.3])
-    write_log(tmp_path / "a_seed3.txt", seed=3, **{name: other})
-    sentence = f"these runs differ in .*: {FACTS[name]} in .*, {other} in"
-    with pytest.raises(ValueError, match=sentence):
-        report.main([str(tmp_path)])
 
 
 def test_longer_runs_do_not_mix_with_others(tmp_path):

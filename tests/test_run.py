@@ -66,12 +66,6 @@ def test_the_learning_rate_is_constant_then_decays_linearly():
     assert list(scales(5, 0.0)) == [1] * 5 + [0]
 
 
-def test_any_field_can_be_given_on_the_command_line():
-    values = {"n_layer": 3, "learning_rate": 0.5, "train_files": "a=b", "compile": False}
-    assert parse_args(options(values)) == Hyperparameters(**values)
-    assert parse_args(options(dataclasses.asdict(Hyperparameters()))) == Hyperparameters()
-
-
 @each_preset
 def test_a_preset_is_settings_that_others_override(recipe, preset):
     assert parse_args([f"--preset={preset}"], recipe) == recipe.settings(**recipe.presets[preset])
@@ -118,10 +112,9 @@ def test_settings_are_checked_with_the_vocabulary_of_the_data(tmp_path):
     "argument, sentence",
     [
         ("--batch_siz=8", "unrecognized arguments: --batch_siz=8"),  # no abbreviations
-        ("batch_size=8", "unrecognized arguments: batch_size=8"),
         ("--batch_size=1.5", "argument --batch_size: invalid int value: '1.5'"),
         ("--compile=maybe", "argument --compile: invalid boolean value: 'maybe'"),
-        ("--device=tpu", "argument --device: invalid choice: 'tpu'"),
+        ("--resume=model.pt", "argument --resume: invalid choice: 'model.pt'"),
         ("--preset=small", "argument --preset: invalid choice: 'small'"),
     ],
 )
@@ -143,23 +136,17 @@ def test_one_process_of_a_larger_slurm_job_may_train(tiny, monkeypatch):
     assert set_up(tiny).step == 0
 
 
-TOO_LARGE = "must be from 0 to 2**63"
-
-
 @pytest.mark.parametrize(
     "argument, sentence",
     [
         ("--batch_size=0", "batch_size=0 must be from 1 to 2**63"),
-        ("--save_every=-1", f"save_every=-1 {TOO_LARGE}"),
-        ("--learning_rate=nan", f"learning_rate=nan {TOO_LARGE}"),
-        ("--learning_rate=inf", f"learning_rate=inf {TOO_LARGE}"),
-        (f"--seed={10**30}", f"seed={10**30} {TOO_LARGE}"),
-        (f"--vocab_size={2**63}", f"vocab_size={2**63} must be from 1 to 2**63"),
+        ("--save_every=-1", "save_every=-1 must be from 0 to 2**63"),
+        ("--learning_rate=nan", "learning_rate=nan must be from 0 to 2**63"),
+        (f"--seed={2**63}", f"seed={2**63} must be from 0 to 2**63"),
         ("--muon_momentum=1", "muon_momentum=1.0 must be less than 1"),
         ("--warmdown_fraction=2", "warmdown_fraction=2.0 must be at most 1"),
         ("--n_head=5", "n_embd=768 must be divisible by 2 * n_head = 10"),
         ("--run_id=..", "run_id='..' may contain only letters, digits, '-', '_' and, except"),
-        ("--run_id=a/b", "run_id='a/b' may contain only letters"),
         ("--resume=auto", "--resume=auto needs --run_id"),
     ],
 )
@@ -168,16 +155,7 @@ def test_invalid_settings_are_rejected(argument, sentence):
         parse_args([argument])
 
 
-def test_resume_takes_no_file(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        parse_args(["--resume=model.pt"])
-    assert "argument --resume: invalid choice: 'model.pt'" in capsys.readouterr().err
-
-
-ODD_SIZES = ['"257"', "[1]", "1e99", str(10**23), "NaN", "Infinity", "-1", "{}"]
-
-
-@pytest.mark.parametrize("size", [*ODD_SIZES, "[" * 100_000])
+@pytest.mark.parametrize("size", ['"257"', str(10**23), "NaN", "-1", "{}", "[" * 100_000])
 def test_an_odd_manifest_is_refused_in_one_sentence(size, tmp_path):
     (tmp_path / "manifest.json").write_text(f'{{"vocab_size": {size}}}')
     with pytest.raises(UserError, match=r"vocab_size|manifest\.json is damaged"):
@@ -204,16 +182,6 @@ def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
     assert source in log and "\nhyperparameter my_knob=2.5\n" in log
     done = run_forked({**tiny, "run_id": "knob", "resume": "auto"}, script=copy)
     assert done.returncode == 1 and "was saved with my_knob=2.5 (here 1.0)" in done.stderr
-
-
-def test_a_new_setting_may_have_any_value():
-    @dataclasses.dataclass(frozen=True)
-    class Settings(Hyperparameters):
-        bias: float = -1.0
-        clip: float = np.inf
-
-    args = parse_args(["--bias=-2"], RECIPE._replace(settings=Settings))
-    assert (args.bias, args.clip) == (-2, np.inf)
 
 
 REFUSALS = {
@@ -325,39 +293,10 @@ def test_the_process_group_is_bound_to_the_gpu(tiny, monkeypatch):
     assert asked["backend"] == "nccl"
 
 
-def test_an_error_of_nccl_says_to_start_one_process_per_gpu(tiny, monkeypatch):
-    def init_process_group(*args, **options):
-        raise dist.DistBackendError("Duplicate GPU detected")
-
-    monkeypatch.setattr(dist, "rendezvous", lambda *a, **n: iter([(dist.HashStore(), 1, 2)]))
-    monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(UserError, match=r"Duplicate GPU detected.*one process per GPU"):
-        train_gpt2.join_ranks(Hyperparameters(**tiny))
-
-
 # ---- Training -----------------------------------------------------------------------------------
 def set_up(settings, **changes):
     args = Hyperparameters(**{**settings, **changes})
     return train_gpt2.set_up(args, RECIPE, train_gpt2.StopRequest())
-
-
-def gradients_of_a_step(settings, dtype, micro_batch):
-    """Return the gradients of a step, which plain SGD with lr=1 subtracts."""
-    run = set_up(settings, dtype=dtype)
-    run.micro_batch_size = micro_batch
-    run.optimizers = [torch.optim.SGD(run.model.parameters(), lr=1.0)]
-    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    train_gpt2.train_step(run, *run.train_loader.batch(0))
-    return {name: before[name] - p.detach() for name, p in run.model.named_parameters()}
-
-
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 0.02)])
-def test_gradients_do_not_depend_on_micro_batches(dtype, tolerance, tiny):
-    expected = gradients_of_a_step(tiny, dtype, 12)
-    for micro_batch in 1, 4:
-        for name, g in gradients_of_a_step(tiny, dtype, micro_batch).items():
-            assert (g - expected[name]).norm() <= tolerance * expected[name].norm(), name
 
 
 def test_a_gpu_keeps_the_settings_of_pytorch(tiny, monkeypatch):
@@ -373,16 +312,6 @@ def test_a_gpu_keeps_the_settings_of_pytorch(tiny, monkeypatch):
     assert torch._functorch.config.activation_memory_budget == 1.0
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
-
-
-@pytest.mark.parametrize("length, fused", [(512, False), (513, True)])
-def test_a_cpu_uses_unfused_attention_for_short_sequences(length, fused):
-    train_gpt2.configure_cpu(Hyperparameters(sequence_length=length))
-    assert torch.backends.cuda.flash_sdp_enabled() == fused
-    assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    assert torch._functorch.config.activation_memory_budget == 0.7
-    assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
