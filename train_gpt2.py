@@ -2,13 +2,15 @@
 
     torchrun --standalone --nproc_per_node=8 train_gpt2.py      # 8 GPUs
     python train_gpt2.py                                        # one GPU
-    python train_gpt2.py --preset=cpu                           # a small GPT on two CPU cores
+    python train_gpt2.py --preset=cpu                           # a small byte-level GPT, on a CPU
     python train_gpt2.py --help                                 # all settings and presets
 
+The data must exist: `bash run.sh` first prepares the data and then starts this file.
+
 This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
-github.com/KellerJordan/modded-nanogpt. Differences: the residual stream is bfloat16, the rotary
-tables are float32, and a sequence may continue in the next data file. It has not been run on a GPU
-yet. It needs Linux or macOS, numpy, Python 3.10 or newer, and torch 2.5 or newer.
+github.com/KellerJordan/modded-nanogpt. It has not been run on a GPU yet. Numerical differences: the
+residual stream is bfloat16, the rotary tables are float32, and a sequence may continue in the next
+data file. It needs Linux or macOS, numpy, Python 3.10 or newer, and torch 2.5 or newer.
 
 Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery below.
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Functions
@@ -62,18 +64,20 @@ def setting(default, help):
 class Hyperparameters:
     """All settings of a run. Edit the defaults in the file, or pass --name=value to override them.
 
-    To add one, write `my_setting: float = 1.0`. Types: bool, int, float, str and Literal.
+    To add one, copy a line. Possible types are bool, int, float, str and Literal.
     """
 
     # Model
-    vocab_size: int = setting(50304, "vocabulary size, unless the data have a manifest.json")
+    vocab_size: int = setting(50304, "vocabulary size; packed data override this default")
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(6, "attention heads; GPT-2 has 12, record 7 has 6")
     n_embd: int = setting(768, "model width")
-    dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "matmul dtype; auto: by device")
+    dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "auto", "auto: bfloat16 where it is fast"
+    )
 
     # Training
-    seed: int = setting(1337, "seed of initial weights, shuffling and dropout")
+    seed: int = setting(1337, "seed of the initial weights and of shuffling")
     batch_size: int = setting(512, "global batch size, in sequences")
     sequence_length: int = setting(1024, "tokens per sequence")
     num_iterations: int = setting(5100, "optimizer steps")
@@ -115,7 +119,7 @@ MAY_CHANGE = {  # when a run is resumed; the data must be the same, but may be i
 PRESETS = {
     "record7": dict(),  # GPT-2 124M on FineWeb, for eight 80 GB GPUs
     "24gb": dict(device_batch_size=32),  # the same run, for one 24 GB GPU
-    "cpu": dict(  # a small byte-level GPT, trained on PyTorch's source code on two CPU cores
+    "cpu": dict(  # a small byte-level GPT, trained on PyTorch's source code, for a CPU
         device="cpu", compile=False, vocab_size=257, n_layer=4, n_head=1, n_embd=128,
         train_files="data/torch_sources/train_*.bin", val_files="data/torch_sources/val_*.bin",
         batch_size=4, sequence_length=512, num_iterations=600, warmdown_fraction=0.5,
@@ -239,7 +243,7 @@ class GPT(nn.Module):
 def loss_or_logits(x, head, targets=None, softcap=0.0):
     """Return the mean cross-entropy of the logits head(x), or the logits if targets is None.
 
-    x: (B, T, C). head: a CastedLinear. targets: (B, T). softcap: see soft_capped; 0 here.
+    x: (B, T, C). head: a CastedLinear. targets: (B, T). Only train_modern.py sets softcap.
     """
     if targets is None:
         return soft_capped(head(x), softcap)
@@ -257,11 +261,12 @@ def soft_capped(logits, softcap):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of x @ weight.T, computed in chunks of tokens to save memory.
+    """The mean cross-entropy of the logits x @ weight.T, as F.cross_entropy computes it.
 
-    For 64 x 1024 tokens of GPT-2, float32 logits take 13.2 GB. forward() already computes the
-    gradients, while it has the logits of a chunk; backward() multiplies them by grad_loss. The
-    gradient of the logits is softmax minus one-hot. x: (N, C), weight: (V, C), targets: (N,).
+    To save memory, it never stores all logits, which would take 13.2 GB for 64 x 1024 tokens of
+    GPT-2. forward() handles a chunk of tokens at a time, and computes the gradients at once, while
+    it has the logits. backward() only multiplies them by grad_loss. The gradient of the logits is
+    softmax minus one-hot. x: (N, C), weight: (V, C), targets: (N,), where -1 is ignored.
     """
 
     @staticmethod
@@ -269,17 +274,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
+        # More chunks save more memory, but chunks below 2**25 logits are slow (measured on CPUs).
         max_chunks = 2 if x.is_cuda else 8  # neither value is tuned
-        # Aim at chunks of at least 512 x 50304 logits: smaller ones are slow (measured on CPUs).
-        chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
-        loss, grad_weight, grad_x = 0.0, 0.0, []
+        chunks = max(1, min(max_chunks, len(x) * len(weight) // 2**25))
+        loss = grad_weight = 0.0
+        grad_x = []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
             capped = soft_capped(F.linear(x_i, cast_weight), softcap)
             log_p = capped.log_softmax(-1)
             loss += F.nll_loss(log_p, targets_i, ignore_index=-1, reduction="sum") / count
             if needs_gradient:
+                is_counted = (targets_i != -1)[:, None]
                 one_hot = torch.arange(len(weight), device=x.device) == targets_i[:, None]
-                grad_logits = (log_p.exp() - one_hot.float()) * (targets_i != -1)[:, None] / count
+                grad_logits = (log_p.exp() - one_hot.float()) * is_counted / count
                 if softcap:  # the derivative of tanh is 1 - tanh^2
                     grad_logits *= 1 - (capped / softcap).square()
                 grad_logits = grad_logits.type_as(x)
@@ -301,11 +308,11 @@ def orthogonalize(G):
 
     G: (M, N), float32 or bfloat16; matmuls and the result have its dtype. X starts as G / |G|. With
     R = X X^T, an iteration sets X = a*X + b*R X + c*R R X, which maps each singular value s of X to
-    a*s + b*s^3 + c*s^5. After five iterations, nearly all of them lie between 0.7 and 1.2.
+    a*s + b*s^3 + c*s^5. After five iterations, most of them lie between 0.7 and 1.2.
     Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    # In float32, the sum of squares could overflow. Dividing by a 0-D tensor keeps the dtype of G.
+    # Makes all singular values at most 1. The squares of large entries would overflow float32.
     X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
@@ -351,14 +358,15 @@ class Muon(torch.optim.Optimizer):
                 # Every rank updates all momentum buffers, so that rank 0 can save them.
                 momentum_buffer.lerp_(p.grad, 1 - group["momentum"])
                 if i % self.world_size == self.rank:
-                    # With M <- momentum * M + grad, Nesterov momentum is grad + momentum * M. This
-                    # is (1 - momentum) times as large, a factor that orthogonalize() cancels.
+                    # Nesterov momentum. It is an average of gradients rather than a sum, but
+                    # orthogonalize() does not depend on the scale.
                     direction = torch.lerp(p.grad, momentum_buffer, group["momentum"])
                     update.copy_(orthogonalize(direction.to(self.dtype)))
             if self.world_size > 1:
                 dist.all_reduce(buffer)
             for p, update in zip(params, updates):
-                scale = max(p.shape) ** 0.5  # the RMS of U V^T is 1 / sqrt(max(p.shape))
+                # U V^T has an RMS of 1 / sqrt(max(p.shape)), so lr is about the RMS of the update.
+                scale = max(p.shape) ** 0.5
                 p.add_(update, alpha=-group["lr"] * scale)
 
 
@@ -509,12 +517,12 @@ def build_optimizers(model, args):
 
 
 def apply_schedule(model, optimizers, step, args):
-    """Set the learning rates of a step: constant, then a linear decay to 0. model is unused."""
+    """Set the learning rates: constant, then linear decay to 0. train_modern.py also uses model."""
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
     scale = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * scale
+            group["lr"] = group["initial_lr"] * scale  # initial_lr is that of build_optimizers
 
 
 class Recipe(NamedTuple):
@@ -544,12 +552,10 @@ def train_step(run, inputs, targets):
     """Collective: take one optimizer step. Return a dict of 0-D tensors.
 
     run: a Run (see Main). inputs, targets: (B, T) int64, this rank's part of the global batch.
-    train() needs "loss" and "stops" (the number of ranks that got a signal), and logs any entries
-    that you add. Does not wait for the GPU.
+    train() needs "loss" and "stop_count" (the number of ranks that got a signal), and logs any
+    entries that you add. Does not wait for the GPU.
     """
-    # Reseed, so that randomness such as dropout depends only on the seed, the step and the rank.
-    seed = np.random.SeedSequence((run.args.seed, run.step, get_rank()))
-    torch.manual_seed(int(seed.generate_state(1)[0]))
+    seed_step(run)  # for models with dropout; this one has no randomness
     loss = 0.0
     for x, y in zip(inputs.split(run.micro_batch_size), targets.split(run.micro_batch_size)):
         # Scaled so that the sum over micro-batches and ranks is the mean over the global batch.
@@ -561,16 +567,18 @@ def train_step(run, inputs, targets):
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    # The all-reduce of the loss also tells all ranks how many of them got a signal.
-    stop = torch.full_like(loss, run.stop_request.received)
-    sums = torch.stack([loss, stop])
+    # One all-reduce sums the loss and tells all ranks how many of them got a signal.
+    sums = torch.stack([loss, torch.full_like(loss, run.stop_request.received)])
     if get_world_size() > 1:
         dist.all_reduce(sums)
-    return dict(loss=sums[0], stops=sums[1])  # to log more, add for example grad_norm=...
+    return dict(loss=sums[0], stop_count=sums[1])  # to log more, add for example grad_norm=...
 
 
 def sum_gradients(model):
-    """Collective: sum the gradients over the ranks, in one flat buffer for each dtype."""
+    """Collective: sum the gradients over the ranks, in one flat buffer for each dtype.
+
+    The sum is already the mean over the global batch, because train_step scales the losses.
+    """
     if get_world_size() == 1:
         return
     params = [p for p in model.parameters() if p.grad is not None]
@@ -624,18 +632,15 @@ def train(run):
         with run.log.timed("train"):
             results = train_step(run, *batch)
             run.step += 1
-            try:
-                batch = run.train_loader.batch(run.step)  # the next, read while the GPU is busy
-            except UserError:  # a shard cannot be read
-                save_checkpoint(run)  # only rank 0 saves
-                raise
+            batch = next_batch(run)  # read while the GPU is busy
             values = {name: tensor.item() for name, tensor in results.items()}  # waits for the GPU
         loss = values.pop("loss")
-        run.stopped = values.pop("stops") > 0
+        run.stopped = values.pop("stop_count") > 0
         run.log.progress(run.step, "train_loss", loss, values)
         if args.save_every and run.step % args.save_every == 0:
             save_checkpoint(run)
-    if not run.stopped:  # train_modern.py's schedule also sets its attention window
+    if not run.stopped:
+        # The schedule of train_modern.py also sets the attention window, here to its final size.
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
@@ -672,10 +677,7 @@ class Run:
 def set_up(args, recipe, stop_request):
     """Collective: build the Run that args describe, at step 0. Writes no files."""
     device = join_ranks(args)
-    # The first call of a function of MKL may be inaccurate if several threads make it. Call each
-    # with one element, on one thread: github.com/pytorch/pytorch/issues/188792
-    for function in torch.cos, torch.sin, torch.sqrt:
-        function(torch.ones(1))
+    warm_up_mkl()
     if device.type == "cpu":
         configure_cpu(args)
     train_loader, validation, val_tokens, data_facts = open_data(args, device)
@@ -697,7 +699,8 @@ def set_up(args, recipe, stop_request):
     fixed["optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     sequences = args.batch_size // get_world_size()
     sizes = range(1, min(sequences, args.device_batch_size) + 1)
-    micro_batch_size = max(n for n in sizes if sequences % n == 0)  # all of equal size
+    # The largest divisor, so that all micro-batches have the same shape.
+    micro_batch_size = max(n for n in sizes if sequences % n == 0)
     return Run(
         recipe=recipe,
         args=args,
@@ -734,7 +737,7 @@ def main(args, recipe=RECIPE, stop_request=None):
         )
         return None
     log_summary(run)
-    save(run, "model.pt")  # last, because it marks the run as finished
+    save(run, "model.pt")  # last, because it marks the run, with its log, as complete
     return run.val_loss
 
 
@@ -762,7 +765,7 @@ def check_at_least(args, low, names):
     """Raise UserError unless low <= setting < 2**63. names: separated by spaces."""
     for name in names.split():
         if not low <= getattr(args, name) < 2**63:  # False for NaN
-            raise UserError(f"{name}={getattr(args, name)} must be from {low} to 2**63")
+            raise UserError(f"{name}={getattr(args, name)} must be at least {low} and below 2**63")
 
 
 def parse_args(argv, recipe=RECIPE):
@@ -783,12 +786,12 @@ def parse_args(argv, recipe=RECIPE):
     names, types = list(recipe.presets), get_type_hints(recipe.settings)
     parser.add_argument("--preset", choices=names, default=names[0], help="settings to start from")
     for field in dataclasses.fields(recipe.settings):
-        default = recipe.presets[names[0]].get(field.name, field.default)
+        shown_default = recipe.presets[names[0]].get(field.name, field.default)
         parser.add_argument(
             f"--{field.name}",
             type={bool: boolean, int: int, float: float}.get(types[field.name], str),
             choices=get_args(types[field.name]) or None,  # the values of a Literal
-            metavar=str(default) or "''",  # so that --help shows it
+            metavar=str(shown_default) or "''",
             help=field.metadata.get("help", "").replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
@@ -822,6 +825,17 @@ def read_manifest(pattern):
 def digest(value):
     """Return a short hash of a value, 12 hexadecimal digits."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def next_batch(run):
+    """Return this rank's next batch, or None after the last step. On failure, save a checkpoint."""
+    if run.step == run.args.num_iterations:
+        return None
+    try:
+        return run.train_loader.batch(run.step)
+    except UserError:
+        save_checkpoint(run)  # only rank 0 saves
+        raise
 
 
 def open_data(args, device):
@@ -910,6 +924,21 @@ def configure_cpu(args):
         # Recompute some activations in the backward pass: cheaper on a CPU than loading them.
         functorch_config.activation_memory_budget = 0.7
         inductor_config.cpp.vec_isa_ok = True  # skip a test of the compiler
+
+
+def warm_up_mkl():
+    """Call functions of MKL once on one thread, because several threads may get wrong values.
+
+    Only the first call is affected: https://github.com/pytorch/pytorch/issues/188792
+    """
+    for function in torch.cos, torch.sin, torch.sqrt:
+        function(torch.ones(1))
+
+
+def seed_step(run):
+    """Make random numbers, such as those of dropout, depend on the seed, the step and the rank."""
+    seed = np.random.SeedSequence((run.args.seed, run.step, get_rank()))
+    torch.manual_seed(int(seed.generate_state(1)[0]))
 
 
 def compile_model(run):
@@ -1028,7 +1057,7 @@ class StopRequest:
         self.first_time = 0.0  # when the first signal came
 
     def catch_signals(self):
-        """Catch the signals of users and batch systems, except those that nohup has disabled."""
+        """Catch the signals of users and batch systems, except ignored ones, as by nohup."""
         for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -1040,7 +1069,7 @@ class StopRequest:
             self.received, self.first_time = True, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal may be closed
-                    os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
+                    os.write(2, b"stopping after this step; a second signal exits at once\n")
         # torchrun repeats a Ctrl-C within a second, and the kernel repeats SIGXCPU every second.
         elif number != signal.SIGXCPU and time.monotonic() - self.first_time > 1:
             signal.signal(number, signal.SIG_DFL)
@@ -1168,7 +1197,7 @@ def save(run, name, **more):
         os.replace(partial, path)
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         partial.unlink(missing_ok=True)
-        cause = error.__context__ or error
+        cause = error if isinstance(error, OSError) else error.__context__ or error
         raise UserError(f"{path} was not written ({cause}): free disk space, then resume") from None
 
 
@@ -1214,8 +1243,8 @@ def claim_folder(run):
     if get_rank() != 0:
         return
     folder, lock_path = run.folder, run.folder / "run.lock"
-    is_new = not run.log.path.exists() and not any(folder.glob("*"))
-    if not is_new and not lock_path.is_file():
+    exists = run.log.path.exists() or any(folder.glob("*"))
+    if exists and not lock_path.is_file():  # every run creates this file
         fix = "move them away, or pass another --run_id"
         raise UserError(f"{folder} or {run.log.path} was not created by this script: {fix}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -1252,8 +1281,10 @@ def restore(run):
         if run.device.type == "cpu" and state["threads"] != torch.get_num_threads():
             run.log(f"warning: saved with {state['threads']} threads; losses may differ slightly")
         for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
-            # Load only the state, and keep the param_groups that build_optimizers has just made.
-            optimizer.load_state_dict(optimizer.state_dict() | dict(state=optimizer_state))
+            # Param groups are not saved: use those that build_optimizers has just made.
+            state_dict = optimizer.state_dict()
+            state_dict["state"] = optimizer_state
+            optimizer.load_state_dict(state_dict)
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
         expected = {name: run.fixed[name] for name in ("n_head", "encoding")}  # not in the shapes

@@ -290,8 +290,8 @@ def test_windows_and_documents_do_not_recompile():
 @pytest.mark.parametrize(
     "changes, phrase",
     [
-        ({"n_embd": 8}, "n_embd=8 must be from 12 to 2**63"),
-        ({"max_ngram": 1}, "max_ngram=1 must be from 2 to 2**63"),
+        ({"n_embd": 8}, "n_embd=8 must be at least 12 and below 2**63"),
+        ({"max_ngram": 1}, "max_ngram=1 must be at least 2 and below 2**63"),
         ({"document_token": 64}, "document_token=64 is not in the vocabulary"),
         ({"sequence_length": 500}, "sequence_length=500 must be a multiple of 128"),
     ],

@@ -139,10 +139,10 @@ def test_one_process_of_a_larger_slurm_job_may_train(tiny, monkeypatch):
 @pytest.mark.parametrize(
     "argument, sentence",
     [
-        ("--batch_size=0", "batch_size=0 must be from 1 to 2**63"),
-        ("--save_every=-1", "save_every=-1 must be from 0 to 2**63"),
-        ("--learning_rate=nan", "learning_rate=nan must be from 0 to 2**63"),
-        (f"--seed={2**63}", f"seed={2**63} must be from 0 to 2**63"),
+        ("--batch_size=0", "batch_size=0 must be at least 1 and below 2**63"),
+        ("--save_every=-1", "save_every=-1 must be at least 0 and below 2**63"),
+        ("--learning_rate=nan", "learning_rate=nan must be at least 0 and below 2**63"),
+        (f"--seed={2**63}", f"seed={2**63} must be at least 0 and below 2**63"),
         ("--muon_momentum=1", "muon_momentum=1.0 must be less than 1"),
         ("--warmdown_fraction=2", "warmdown_fraction=2.0 must be at most 1"),
         ("--n_head=5", "n_embd=768 must be divisible by 2 * n_head = 10"),

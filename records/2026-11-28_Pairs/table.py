@@ -18,6 +18,7 @@ from train_pairs import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from compare import per_cent_of_steps
 from report import markdown
 
 # What the change costs on 8xH100, in steps where a public record says so, and its sign: 1 if the
@@ -60,7 +61,7 @@ def holm(p_values):
 def verdict_of(row, mean, p):
     missing = [f"{seed}" for seed in planned_seeds(row) if seed not in differences(row)]
     if missing:
-        return f"none yet: seeds {', '.join(missing)} are missing"
+        return f"none yet: needs seeds {', '.join(missing)}"
     if p >= 0.05:
         return "not resolved"
     sign = PUBLIC[row][1]
@@ -70,10 +71,13 @@ def verdict_of(row, mean, p):
 
 
 def nats_per_percent():
-    """Return the loss that one per cent more steps gains, or None before the runs are made."""
+    """Return the loss that one per cent more steps gains, or None before the runs are made.
+
+    The gain is assumed to be proportional to the logarithm of the steps.
+    """
     pairs = [(loss_of("steps_300", seed), loss_of("base", seed)) for seed in FIRST_SEEDS]
     gains = [half - full for half, full in pairs if None not in (half, full)]
-    return statistics.mean(gains) / math.log(2) / 100 if gains else None
+    return statistics.mean(gains) * math.log(1.01) / math.log(2) if gains else None
 
 
 def main():
@@ -92,23 +96,27 @@ def main():
     tested = {row: d for row, d in rows.items() if len(d) >= 3 and statistics.stdev(d) > 0}
     p_values = {row: stats.ttest_1samp(d, 0).pvalue for row, d in tested.items()}
     corrected = holm(p_values)
+    complete = [row for row in tested if {*planned_seeds(row)} <= differences(row).keys()]
     table = []
     for row in sorted(tested, key=lambda row: -statistics.mean(tested[row])):
         d = tested[row]
         mean, deviation = statistics.mean(d), statistics.stdev(d)
         reach = stats.t.ppf(0.975, len(d) - 1) * deviation / math.sqrt(len(d))
-        steps = f"{mean / price:+.1f}%" if price else ""
+        steps = f"{per_cent_of_steps(mean, price):+.1f}%" if price else ""
         interval = f"{mean - reach:+.4f} to {mean + reach:+.4f}"
         cells = [row, PUBLIC[row][0], f"{mean:+.4f}", steps, f"{deviation:.4f}", interval]
         p = corrected[row]
-        table.append([*cells, f"{len(d)}", f"{p:.2g}", verdict_of(row, mean, p)])
+        shown_p = f"{p:.2g}" if row in complete else ""
+        table.append([*cells, f"{len(d)}", shown_p, verdict_of(row, mean, p)])
     head = ["change", "public effect, in steps (record)", "nats", "of the steps", "sd of pairs"]
     print("\n" + markdown([*head, "95% interval", "pairs", "p (Holm)", "verdict"], table))
-    complete = [row for row in tested if {*planned_seeds(row)} <= differences(row).keys()]
     resolved = [row for row in complete if corrected[row] < 0.05]
     signs = [row for row in tested if PUBLIC[row][1] is not None]
     same = [row for row in signs if PUBLIC[row][1] * statistics.mean(tested[row]) > 0]
-    print(f"\n{len(resolved)} of the {len(complete)} complete rows are resolved at 0.05.")
+    if complete:
+        print(f"\n{len(resolved)} of the {len(complete)} complete rows are resolved at 0.05.")
+    else:
+        print("\nNo row is complete yet.")
     print(f"{len(same)} of {len(signs)} mean differences have the sign of the public records.")
     for (name, seed), reason in FAILED.items():
         print(f"{name} with seed {seed} was not finished: {reason}.")

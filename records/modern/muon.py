@@ -1,4 +1,7 @@
-"""A drop-in torch.optim.Muon for DDP, FSDP2, experts and heads. Copy this file (MIT license)."""
+"""Muon with the arguments of torch.optim.Muon, for DDP, FSDP2, experts and heads. Copy this file.
+
+Copyright (c) 2026 the authors. MIT License. Tested with torch 2.13.
+"""
 
 import math
 import warnings
@@ -7,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients (a, b, c) of an iteration
-LR_FACTORS = {  # for each adjust_lr_fn, the factor of the learning rate of an M x N matrix
-    "original": lambda M, N: max(1, M / N) ** 0.5,  # Keller Jordan's
-    "match_rms_adamw": lambda M, N: 0.2 * max(M, N) ** 0.5,  # matches the RMS of AdamW updates
+LR_FACTORS = {  # for each adjust_lr_fn, the learning-rate factor of a matrix (M, N)
+    "original": lambda M, N: max(1, M / N) ** 0.5,  # https://kellerjordan.github.io/posts/muon/
+    "match_rms_adamw": lambda M, N: 0.2 * max(M, N) ** 0.5,  # https://arxiv.org/abs/2502.16982
     "spectral_unclamped": lambda M, N: (M / N) ** 0.5,
     "unit_rms": lambda M, N: max(M, N) ** 0.5,  # our own: lr is the RMS of an update
 }
@@ -23,11 +26,9 @@ def orthogonalize(G, dtype=torch.bfloat16, coefficients=(NEWTON_SCHULZ,) * 5, ep
     coefficients: a tuple with (a, b, c) of each iteration. eps: added to the Frobenius norm.
     Returns bfloat16. Source: https://kellerjordan.github.io/posts/muon/
     """
-    # In float64, squares cannot overflow, but MPS lacks it. Take the norm of the norms of the rows.
-    norm_dtype = torch.float32 if G.is_mps else torch.float64
-    row_norms = torch.linalg.vector_norm(G, dim=-1, keepdim=True, dtype=norm_dtype)
-    frobenius_norm = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True) + eps
-    X = (G.float() / frobenius_norm.float()).to(dtype)
+    norm_dtype = torch.float32 if G.is_mps else torch.float64  # squares may overflow float32
+    norm = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=norm_dtype) + eps
+    X = (G.float() / norm.float()).to(dtype)
     is_tall = G.size(-2) > G.size(-1)
     X = X.mT if is_tall else X  # (..., m, n) with m <= n
     m, n = X.shape[-2:]
@@ -44,7 +45,8 @@ def newton_schulz(X, coefficients):
     """Apply the Newton-Schulz iterations to X, (matrices, m, n) with m <= n.
 
     With R = X X^T and Z = b R + c R^2, an iteration replaces X by (a I + Z) X, and so each singular
-    value s by a s + b s^3 + c s^5. Five iterations bring nearly all of them to between 0.7 and 1.2.
+    value s by a s + b s^3 + c s^5. Five iterations bring most of them to between 0.7 and 1.2; much
+    smaller ones stay smaller.
     """
     for a, b, c in coefficients:
         R = X @ X.mT
@@ -81,8 +83,10 @@ class Muon(torch.optim.Optimizer):
     Use AdamW or similar for embeddings, the output head and parameters that are not matrices.
 
     params: float matrices (M, N) with M outputs, as in nn.Linear, stacks (experts, M, N), or 4-D
-      convolution kernels, flattened to (M, N). 3-D kernels are taken for stacks: reshape them.
-    lr, weight_decay, momentum, nesterov, ns_steps: as in torch.optim.Muon. eps: added to the norm.
+      convolution kernels, flattened to (M, N). Leave out the 3-D weights of Conv1d, which would be
+      taken for stacks. One rank orthogonalizes all matrices of a stack.
+    lr, weight_decay, momentum, nesterov, ns_steps: as in torch.optim.Muon.
+    eps: added to the norm; in torch.optim.Muon, it is a lower bound of the norm. Must be positive.
     ns_coefficients: as there, or a list with (a, b, c) for each step; then ns_steps is ignored.
     adjust_lr_fn: a key of LR_FACTORS, by default "original", as there.
     blocks: the number of equal blocks of rows in each matrix, or a list with their numbers of rows.
@@ -90,15 +94,17 @@ class Muon(torch.optim.Optimizer):
     beta2: NorMuon divides each row (column if M < N) by the root of a moving average of its mean
       square. This is the decay of that average; 0 disables it. https://arxiv.org/abs/2510.05491
     cautious: decay only entries that the update moves towards zero.
-    process_group: the ranks that share the work and hold the same parameters, as with DDP, such as
-      torch.distributed.group.WORLD (None before init_process_group). DTensors ignore it.
+    process_group: the ranks that hold the same parameters and share the work, such as
+      torch.distributed.group.WORLD with DDP (None before init_process_group). DTensors ignore it.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32. Updates are rounded to bfloat16.
-    Raises ValueError if a parameter, an option (not ns_coefficients) or a loaded state is invalid.
+    Raises ValueError if a parameter, a number or a loaded state is not supported.
 
     Average the gradients over the ranks before step(), as DDP does. If the ranks pass parameters in
-    different orders, updates are mixed up. A parameter needs a gradient on all ranks or on none.
-    With process_group, every rank has the full state. With FSDP2 (and tensor parallelism), create
-    Muon after fully_shard. The ranks of the mesh share the work, and the momenta are sharded.
+    different orders, updates are mixed up. A parameter needs a gradient on all ranks or on none;
+    otherwise, step() fails or hangs. With FSDP2 (and tensor parallelism), create Muon after
+    fully_shard, which replaces the parameters: an earlier Muon would never see a gradient.
+    State of a parameter: momentum_buffer, with its shape, dtype and placements, and with beta2 also
+    row_squares, 1-D, on all ranks.
     """
 
     def __init__(
@@ -119,7 +125,8 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         """Add a group, or raise ValueError if Muon cannot handle it."""
         super().add_param_group(param_group)
-        check_muon_group(group := self.param_groups.pop())
+        group = self.param_groups.pop()  # keep it only if it is valid
+        check_muon_group(group)
         self.param_groups.append(group)
 
     def load_state_dict(self, state_dict):
@@ -172,18 +179,19 @@ class Muon(torch.optim.Optimizer):
         state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
 
     def direction(self, p, group):
-        """Return the momentum that is orthogonalized, with the shape and the placements of p."""
-        momentum = self.state[p]["momentum_buffer"]
+        """Return what is orthogonalized, with the shape and the placements of p."""
+        direction = self.state[p]["momentum_buffer"]
         if group["nesterov"]:
-            momentum = torch.lerp(p.grad, momentum, group["momentum"])
-        return momentum.to(self.dtype)
+            direction = torch.lerp(p.grad, direction, group["momentum"])
+        return direction.to(self.dtype)
 
     def update_replicated(self, params, group, rank_costs):
         """Update parameters of one device that every rank holds in full."""
         rank = 0 if self.process_group is None else self.process_group.rank()
         is_distributed = dist.is_available() and dist.is_initialized()
         if self.process_group is None and is_distributed and dist.get_world_size() > 1:
-            warnings.warn("Muon repeats all work on every rank; pass process_group", stacklevel=5)
+            advice = "if the ranks hold the same parameters, pass process_group"
+            warnings.warn(f"Muon shares no work: {advice}", stacklevel=2)
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         # Each rank fills the slots of its own parameters; the sum over the ranks has all updates.
@@ -214,7 +222,8 @@ class Muon(torch.optim.Optimizer):
         """Update DTensors of equal shape and placements."""
         shapes = block_shapes(params[0], group)
         sharded = torch.stack([self.direction(p, group) for p in params])
-        if [*map(type, sharded.placements)] != [*map(type, params[0].placements)]:
+        expected = [type(placement) for placement in params[0].placements]
+        if [type(placement) for placement in sharded.placements] != expected:
             raise RuntimeError("torch.stack lost the order of shards: use torch 2.13 or newer")
         # Splitting dimension 0, the list of parameters, leaves each parameter whole on a rank.
         by_parameter = [dist.tensor.Shard(0)] * sharded.device_mesh.ndim
@@ -234,9 +243,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize_blocks(directions, shapes, group):
-    """Return updates in bfloat16, times each block's factor of lr / that of the first block.
+    """Return updates in bfloat16, (parameters, *shape), like directions. shapes: see block_shapes.
 
-    directions: (parameters, *shape), of equal shape. shapes: see block_shapes.
+    Each block is multiplied by its learning-rate factor / that of the first block, which
+    apply_update applies.
     """
     coefficients = group["ns_coefficients"]
     if not isinstance(coefficients[0], (tuple, list)):
@@ -260,7 +270,8 @@ def equalize_rows(updates, averages, shapes, beta2):
     """Divide each row (column if M < N) by the root of an average; restore the norm of each matrix.
 
     updates: (parameters, *shape), changed in place. averages: (parameters, rows), of the mean
-    squares, updated in place. They start at 0, but their scale cancels. shapes: see block_shapes.
+    squares, updated in place. They start at 0 and need no bias correction: it would scale all rows
+    of a matrix alike, and restoring the norm cancels that. shapes: see block_shapes.
     """
     sizes = [matrices * max(M, N) for matrices, M, N in shapes]
     averages = averages.view(-1, sum(sizes)).split(sizes, dim=1)
@@ -278,13 +289,14 @@ def apply_update(p, update, shapes, group):
     """Apply weight decay to p, then subtract lr * update * (the first block's factor of lr)."""
     lr = float(group["lr"])
     if group["weight_decay"]:
-        decay = 1 - lr * group["weight_decay"]
-        p.copy_(torch.where(p * update > 0, p * decay, p) if group["cautious"] else p * decay)
-    p.add_(update, alpha=-lr * LR_FACTORS[group["adjust_lr_fn"]](*shapes[0][1:]))
+        decayed = p * (1 - lr * group["weight_decay"])
+        p.copy_(torch.where(p * update > 0, decayed, p) if group["cautious"] else decayed)
+    _, M, N = shapes[0]
+    p.add_(update, alpha=-lr * LR_FACTORS[group["adjust_lr_fn"]](M, N))
 
 
 def block_shapes(p, group):
-    """Return a list with (matrices, M, N) of each block of a list, or once for all equal blocks."""
+    """Return a list of (number of matrices, M, N), for each block; equal blocks share an entry."""
     stack, rows, N = p.shape if p.ndim == 3 else (1, p.size(0), p.shape[1:].numel())
     blocks = group["blocks"]
     if isinstance(blocks, int):
@@ -299,7 +311,7 @@ def split_blocks(params, shapes):
 
 
 def parameter_cost(shapes):
-    """Return about a tenth of the FLOPs of orthogonalizing a parameter; it balances the ranks."""
+    """Return the relative cost of orthogonalizing a parameter."""
     return sum(matrices * min(M, N) ** 2 * (M + N + min(M, N)) for matrices, M, N in shapes)
 
 
@@ -313,8 +325,9 @@ def check_muon_group(group):
     if group["adjust_lr_fn"] not in LR_FACTORS:
         raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']} must be one of {[*LR_FACTORS]}")
     for p in group["params"]:
-        if p.ndim not in (2, 3, 4) or not p.is_floating_point():
-            raise ValueError(f"Muon takes matrices, not {p.dtype} {tuple(p.shape)}: use AdamW")
+        if p.ndim not in (2, 3, 4) or not p.is_floating_point() or p.numel() == 0:
+            given = f"{p.dtype} and shape {tuple(p.shape)}"
+            raise ValueError(f"Muon takes float parameters with 2 to 4 dimensions, not {given}")
         rows = p.size(-2 if p.ndim == 3 else 0)
         blocks = group["blocks"]
         sizes = [rows // max(1, blocks)] * blocks if isinstance(blocks, int) else blocks
@@ -336,5 +349,5 @@ def batches_of(params):
 
 
 def stack_entries(device):
-    """Return how many entries to multiply together, at most. On a CPU, 1 MB (bfloat16) in cache."""
+    """Return the most entries of one batched matmul. On a CPU, 1 MB (bfloat16) stays in cache."""
     return 2**19 if device.type == "cpu" else 2**26  # other devices have not been measured

@@ -51,8 +51,11 @@ MIN_MOMENTUM = 0.85  # of Muon, at the start and at the end
 
 @dataclasses.dataclass(frozen=True)
 class ModernSettings(Hyperparameters):
-    """The settings of train_gpt2.py, and those of the modern model."""
+    """The settings of train_gpt2.py, and those of the modern model. PRESETS have useful values."""
 
+    learning_rate: float = setting(0.008, "AdamW learning rate of the output head")
+    muon_learning_rate: float = setting(0.03 / 768**0.5, "RMS of a Muon update")
+    warmdown_fraction: float = setting(0.55, "final part, where learning rates decay")
     attention_window: int = setting(
         1728, "final window of long layers, in tokens; 0: full attention, also across documents"
     )
@@ -83,8 +86,8 @@ class ModernSettings(Hyperparameters):
 def modern(width, **changes):
     """Return a preset for n_embd=width. --n_embd alone would keep the rates of this width."""
     return dict(
-        n_layer=11, n_head=width // 128, n_embd=width, device_batch_size=1, num_iterations=1950,
-        warmdown_fraction=0.55, learning_rate=0.008,  # of the output head
+        n_layer=11, n_head=max(1, width // 128), n_embd=width, device_batch_size=1,
+        num_iterations=1950,
         # The RMS of an update. U V^T has an RMS of 1 / sqrt(C) or, in the MLP, 1 / sqrt(4C). The
         # public learning rates, 0.03 and 0.06, multiply U V^T, so both give this RMS.
         muon_learning_rate=0.03 / width**0.5,
@@ -177,8 +180,8 @@ def attention_mask(documents, window_blocks):
     documents: (B, T), the document index of each token, non-decreasing. window_blocks: 0-D tensor;
     a token sees its own block and the window_blocks - 1 blocks before it.
     """
-    # Compiled for a GPU, FlexAttention skips blocks, but it needs complete ones. Other lengths
-    # occur only in inference. The dense mask, used also by --compile=False, takes O(T^2) memory.
+    # Compiled for a GPU, FlexAttention skips invisible blocks, but it needs complete blocks. In all
+    # other cases, use a dense mask, which takes O(T^2) memory.
     use_flex = documents.is_cuda and torch.compiler.is_compiling()
     if use_flex and documents.size(1) % BLOCK == 0:
         return block_mask(documents, window_blocks)
@@ -189,7 +192,7 @@ def dense_mask(documents, window_blocks):
     """Return a mask for F.scaled_dot_product_attention: bool, (B, 1, T, T)."""
     position = torch.arange(documents.size(1), device=documents.device)
     query, key = position[:, None], position
-    near = query // BLOCK < key // BLOCK + window_blocks  # a (T, T) difference would be int64
+    near = query // BLOCK < key // BLOCK + window_blocks  # avoids an int64 (T, T) difference
     same_document = documents[:, :, None] == documents[:, None, :]
     return ((key <= query) & near & same_document)[:, None]
 
@@ -242,9 +245,10 @@ class ModernBlock(nn.Module):
 
 
 class NgramTable(nn.Module):
-    """An embedding table of n-grams: a hash of the last n tokens, of any document, selects a row.
+    """An embedding table of n-grams: a hash of the last n tokens selects a row.
 
-    The embedding of a position is the sum of its rows for n = 2, 3, ... max_ngram.
+    The embedding of a position is the sum of its rows for n = 2, 3, ... max_ngram. An n-gram may
+    begin in an earlier document.
     """
 
     def __init__(self, args, dtype):
@@ -366,9 +370,9 @@ def build_optimizers(model, args):
     groups = [
         dict(params=[model.lm_head.weight], lr=args.learning_rate, betas=(0.5, 0.95)),
         dict(params=tables, lr=args.embedding_learning_rate, betas=(0.75, 0.95)),
-        dict(params=gates, lr=0.008, betas=(0.9, 0.99)),  # this rate and the next are no settings
+        dict(params=gates, lr=0.008, betas=(0.9, 0.99)),
         dict(params=scalars, lr=0.04, betas=(0.9, 0.99)),
-    ]
+    ]  # values of record 62
     return [muon, torch.optim.AdamW(groups, eps=1e-10, weight_decay=0, fused=True)]
 
 
@@ -395,7 +399,7 @@ def momentum_at(step, args):
     rise = step / warmup_steps if step < warmup_steps else 1.0
     remaining = args.num_iterations - step
     fall = remaining / cooldown_steps if remaining < cooldown_steps else 1.0
-    floor = min(MIN_MOMENTUM, args.muon_momentum)  # a smaller momentum is constant
+    floor = min(MIN_MOMENTUM, args.muon_momentum)  # a muon_momentum below it is constant
     return floor + min(rise, fall) * (args.muon_momentum - floor)
 
 

@@ -10,8 +10,8 @@ differences of the pairs; if they have no seed in common, it is Welch's test.
 --n is the number of runs per side that was fixed before the runs. Without it there is no verdict,
 and the exit status is 0. With it, the verdict is "Significant" and the status 0 if the one-sided p
 is below 0.01; otherwise, the verdict is "Not significant" and the status 1. --nats_per_percent is
-the loss that one per cent more steps would save; with it, a difference is also printed as the
-change in steps that would have the same effect.
+the loss that one per cent more steps saves; with it, a difference is also printed as the change in
+steps that would have the same effect, if the loss is linear in the logarithm of the steps.
 
 The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, seeds on one side
 only if others are on both, and groups whose settings, source or torch version vary. It also rejects
@@ -182,9 +182,18 @@ def print_difference(a, b, mean, two, less, test, nats_per_percent):
         f"p={less.pvalue:.2g} (one-sided: {a} is lower)."
     )
     if nats_per_percent:
-        percent = [f"{value / nats_per_percent:+.1f}%" for value in (mean, low, high)]
+        values = [per_cent_of_steps(nats, nats_per_percent) for nats in (mean, low, high)]
+        percent = [f"{value:+.1f}%" for value in values]
         interval = f"{percent[1]} to {percent[2]}"
         print(f"In per cent of the steps (minus: {a} saves steps): {percent[0]}, {interval}.")
+
+
+def per_cent_of_steps(nats, nats_per_percent):
+    """Return how many more steps, in per cent, lower the loss by nats.
+
+    The loss is assumed to be linear in the logarithm of the steps.
+    """
+    return 100 * (1.01 ** (nats / nats_per_percent) - 1)
 
 
 def verdict(p, n):
