@@ -64,7 +64,8 @@ def setting(default, help):
 class Hyperparameters:
     """All settings of a run. Edit the defaults in the file, or pass --name=value to override them.
 
-    To add one, copy a line. Possible types are bool, int, float, str and Literal.
+    To add one, write a line such as `my_setting: float = setting(1.0, "what it does")`. Possible
+    types are bool, int, float, str and Literal.
     """
 
     # Model
@@ -261,12 +262,12 @@ def soft_capped(logits, softcap):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of the logits x @ weight.T, as F.cross_entropy computes it.
+    """The mean cross-entropy of the logits x @ weight.T, like F.cross_entropy, with less memory.
 
-    To save memory, it never stores all logits, which would take 13.2 GB for 64 x 1024 tokens of
-    GPT-2. forward() handles a chunk of tokens at a time, and computes the gradients at once, while
-    it has the logits. backward() only multiplies them by grad_loss. The gradient of the logits is
-    softmax minus one-hot. x: (N, C), weight: (V, C), targets: (N,), where -1 is ignored.
+    All logits of 64 x 1024 tokens of GPT-2 would take 13.2 GB, so a large input is handled in
+    chunks of tokens. forward() also computes the gradients of a chunk, while it has the logits;
+    backward() only multiplies them by grad_loss. The gradient of the logits is softmax minus
+    one-hot. x: (N, C), weight: (V, C), targets: (N,), where -1 is ignored.
     """
 
     @staticmethod
@@ -274,9 +275,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
-        # More chunks save more memory, but chunks below 2**25 logits are slow (measured on CPUs).
+        # More chunks save more memory, but small ones are slow (512 x 50304 logits: tried on CPUs).
         max_chunks = 2 if x.is_cuda else 8  # neither value is tuned
-        chunks = max(1, min(max_chunks, len(x) * len(weight) // 2**25))
+        chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
         loss = grad_weight = 0.0
         grad_x = []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
@@ -312,7 +313,8 @@ def orthogonalize(G):
     Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    # Makes all singular values at most 1. The squares of large entries would overflow float32.
+    # Makes all singular values at most 1. In float32, the squares of large entries would overflow.
+    # Dividing by a 0-D tensor, although it is float64, keeps the dtype of G.
     X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
@@ -517,7 +519,7 @@ def build_optimizers(model, args):
 
 
 def apply_schedule(model, optimizers, step, args):
-    """Set the learning rates: constant, then linear decay to 0. train_modern.py also uses model."""
+    """Set the learning rates: constant, then a linear decay to 0. model is unused here."""
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
     scale = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
     for optimizer in optimizers:
@@ -624,7 +626,7 @@ def validate(run):
 def train(run):
     """Collective: train until the last step or a stop request, validating along the way."""
     args = run.args
-    batch = run.train_loader.batch(run.step)
+    batch = next_batch(run)
     while run.step < args.num_iterations and not run.stopped:
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         if args.val_loss_every and run.step % args.val_loss_every == 0:
@@ -828,13 +830,17 @@ def digest(value):
 
 
 def next_batch(run):
-    """Return this rank's next batch, or None after the last step. On failure, save a checkpoint."""
+    """Return this rank's batch of the next step, or None after the last step.
+
+    If rank 0 cannot read it during training, rank 0 saves a checkpoint first.
+    """
     if run.step == run.args.num_iterations:
         return None
     try:
         return run.train_loader.batch(run.step)
     except UserError:
-        save_checkpoint(run)  # only rank 0 saves
+        if run.step > 0:
+            save_checkpoint(run)
         raise
 
 
@@ -1057,7 +1063,7 @@ class StopRequest:
         self.first_time = 0.0  # when the first signal came
 
     def catch_signals(self):
-        """Catch the signals of users and batch systems, except ignored ones, as by nohup."""
+        """Catch the signals of users and batch systems, except those that nohup ignores."""
         for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -1069,7 +1075,7 @@ class StopRequest:
             self.received, self.first_time = True, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal may be closed
-                    os.write(2, b"stopping after this step; a second signal exits at once\n")
+                    os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
         # torchrun repeats a Ctrl-C within a second, and the kernel repeats SIGXCPU every second.
         elif number != signal.SIGXCPU and time.monotonic() - self.first_time > 1:
             signal.signal(number, signal.SIG_DFL)

@@ -148,7 +148,7 @@ def test_a_second_signal_exits_at_once(tiny, tmp_path):
     script = faulty_script(tmp_path, f"{kill}; {later}; {kill}")
     done = run_forked({**tiny, "run_id": "two"}, script=script)
     assert done.returncode == -signal.SIGTERM
-    assert "a second signal exits at once" in done.stderr
+    assert "press Ctrl-C again to exit at once" in done.stderr
     assert checkpoints(tmp_path / "logs" / "two") == []
 
 

@@ -26,7 +26,8 @@ def orthogonalize(G, dtype=torch.bfloat16, coefficients=(NEWTON_SCHULZ,) * 5, ep
     coefficients: a tuple with (a, b, c) of each iteration. eps: added to the Frobenius norm.
     Returns bfloat16. Source: https://kellerjordan.github.io/posts/muon/
     """
-    norm_dtype = torch.float32 if G.is_mps else torch.float64  # squares may overflow float32
+    # In float32, squares of large entries would overflow, but MPS has no float64.
+    norm_dtype = torch.float32 if G.is_mps else torch.float64
     norm = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=norm_dtype) + eps
     X = (G.float() / norm.float()).to(dtype)
     is_tall = G.size(-2) > G.size(-1)
@@ -97,14 +98,14 @@ class Muon(torch.optim.Optimizer):
     process_group: the ranks that hold the same parameters and share the work, such as
       torch.distributed.group.WORLD with DDP (None before init_process_group). DTensors ignore it.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32. Updates are rounded to bfloat16.
-    Raises ValueError if a parameter, a number or a loaded state is not supported.
+    Raises ValueError for an unsupported parameter, option (except ns_coefficients) or state.
 
     Average the gradients over the ranks before step(), as DDP does. If the ranks pass parameters in
     different orders, updates are mixed up. A parameter needs a gradient on all ranks or on none;
-    otherwise, step() fails or hangs. With FSDP2 (and tensor parallelism), create Muon after
-    fully_shard, which replaces the parameters: an earlier Muon would never see a gradient.
-    State of a parameter: momentum_buffer, with its shape, dtype and placements, and with beta2 also
-    row_squares, 1-D, on all ranks.
+    otherwise, step() fails, hangs or mixes up updates. With FSDP2 (and tensor parallelism), create
+    Muon after fully_shard, which replaces the parameters: an earlier Muon would never see a
+    gradient. State of a parameter: momentum_buffer, with its shape, dtype and placements, and with
+    beta2 also row_squares, 1-D, on all ranks.
     """
 
     def __init__(
@@ -190,8 +191,8 @@ class Muon(torch.optim.Optimizer):
         rank = 0 if self.process_group is None else self.process_group.rank()
         is_distributed = dist.is_available() and dist.is_initialized()
         if self.process_group is None and is_distributed and dist.get_world_size() > 1:
-            advice = "if the ranks hold the same parameters, pass process_group"
-            warnings.warn(f"Muon shares no work: {advice}", stacklevel=2)
+            advice = "if they hold the same parameters, pass process_group"
+            warnings.warn(f"the ranks do not share the work of Muon: {advice}", stacklevel=5)
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         # Each rank fills the slots of its own parameters; the sum over the ranks has all updates.

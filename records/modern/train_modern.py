@@ -51,7 +51,7 @@ MIN_MOMENTUM = 0.85  # of Muon, at the start and at the end
 
 @dataclasses.dataclass(frozen=True)
 class ModernSettings(Hyperparameters):
-    """The settings of train_gpt2.py, and those of the modern model. PRESETS have useful values."""
+    """The settings of train_gpt2.py, and those of the modern model. Presets change many."""
 
     learning_rate: float = setting(0.008, "AdamW learning rate of the output head")
     muon_learning_rate: float = setting(0.03 / 768**0.5, "RMS of a Muon update")

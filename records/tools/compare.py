@@ -11,7 +11,7 @@ differences of the pairs; if they have no seed in common, it is Welch's test.
 and the exit status is 0. With it, the verdict is "Significant" and the status 0 if the one-sided p
 is below 0.01; otherwise, the verdict is "Not significant" and the status 1. --nats_per_percent is
 the loss that one per cent more steps saves; with it, a difference is also printed as the change in
-steps that would have the same effect, if the loss is linear in the logarithm of the steps.
+the number of steps that would cancel it, if the loss is linear in the logarithm of the steps.
 
 The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, seeds on one side
 only if others are on both, and groups whose settings, source or torch version vary. It also rejects
@@ -189,7 +189,7 @@ def print_difference(a, b, mean, two, less, test, nats_per_percent):
 
 
 def per_cent_of_steps(nats, nats_per_percent):
-    """Return how many more steps, in per cent, lower the loss by nats.
+    """Return by how many per cent more steps (negative: fewer) lower the loss by nats.
 
     The loss is assumed to be linear in the logarithm of the steps.
     """
