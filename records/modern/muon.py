@@ -197,10 +197,7 @@ class Muon(torch.optim.Optimizer):
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         # Each rank fills the slots of its own parameters; the sum over the ranks has all updates.
         updates = {p: slot.view(p.shape) for p, slot in zip(params, buffer.split(sizes))}
-        owners = {}  # the rank that orthogonalizes each parameter, the same on all ranks
-        for p in sorted(params, key=torch.numel, reverse=True):
-            owners[p] = rank_costs.index(min(rank_costs))
-            rank_costs[owners[p]] += parameter_cost(block_shapes(p, group))
+        owners = assign_owners(params, group, rank_costs)
         for batch in batches_of([p for p in params if owners[p] == rank]):
             directions = torch.stack([self.direction(p, group) for p in batch])
             results = orthogonalize_blocks(directions, block_shapes(batch[0], group), group)
@@ -309,6 +306,15 @@ def split_blocks(params, shapes):
     """Split contiguous params, (parameters, *shape), into a (..., M, N) view for each of shapes."""
     sizes = [M for _, M, _ in shapes]
     return params.view(-1, sum(sizes), shapes[0][2]).split(sizes, dim=1)
+
+
+def assign_owners(params, group, rank_costs):
+    """Return {parameter: rank that orthogonalizes it}, the same on all ranks; update rank_costs."""
+    owners = {}
+    for p in sorted(params, key=torch.numel, reverse=True):
+        owners[p] = rank_costs.index(min(rank_costs))  # the rank with the least work so far
+        rank_costs[owners[p]] += parameter_cost(block_shapes(p, group))
+    return owners
 
 
 def parameter_cost(shapes):
