@@ -73,9 +73,7 @@ class Hyperparameters:
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(6, "attention heads; GPT-2 has 12, record 7 has 6")
     n_embd: int = setting(768, "model width")
-    dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "auto", "auto: bfloat16 where it is fast"
-    )
+    dtype: Literal["auto", "bfloat16", "float32"] = setting("auto", "auto: bfloat16 if supported")
 
     # Training
     seed: int = setting(1337, "seed of the initial weights and of shuffling")
@@ -275,7 +273,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
         count = (targets != -1).sum().clamp(min=1)
-        # More chunks save more memory, but small ones are slow (512 x 50304 logits: tried on CPUs).
+        # More chunks save more memory, but chunks below 512 x 50304 logits are slow on CPUs.
         max_chunks = 2 if x.is_cuda else 8  # neither value is tuned
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
         loss = grad_weight = 0.0
@@ -346,7 +344,7 @@ class Muon(torch.optim.Optimizer):
         """Collective: update all parameters in place."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            # Sorted by size, because each rank takes every world_size-th matrix: about equal work.
+            # Each rank takes every world_size-th matrix. Sorting makes their work about equal.
             params.sort(key=torch.numel, reverse=True)
             sizes = [p.numel() for p in params]
             device = group["params"][0].device
@@ -524,7 +522,7 @@ def apply_schedule(model, optimizers, step, args):
     scale = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * scale  # initial_lr is that of build_optimizers
+            group["lr"] = group["initial_lr"] * scale  # initial_lr is what build_optimizers chose
 
 
 class Recipe(NamedTuple):
@@ -793,7 +791,7 @@ def parse_args(argv, recipe=RECIPE):
             f"--{field.name}",
             type={bool: boolean, int: int, float: float}.get(types[field.name], str),
             choices=get_args(types[field.name]) or None,  # the values of a Literal
-            metavar=str(shown_default) or "''",
+            metavar=str(shown_default) or "''",  # --help prints it after the name
             help=field.metadata.get("help", "").replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
@@ -832,7 +830,7 @@ def digest(value):
 def next_batch(run):
     """Return this rank's batch of the next step, or None after the last step.
 
-    If rank 0 cannot read it during training, rank 0 saves a checkpoint first.
+    If rank 0 cannot read it, it saves a checkpoint first, unless the run has taken no step yet.
     """
     if run.step == run.args.num_iterations:
         return None
@@ -1063,7 +1061,7 @@ class StopRequest:
         self.first_time = 0.0  # when the first signal came
 
     def catch_signals(self):
-        """Catch the signals of users and batch systems, except those that nohup ignores."""
+        """Catch the signals of users and batch systems, unless they are ignored, as by nohup."""
         for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:

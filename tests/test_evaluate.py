@@ -66,6 +66,18 @@ def test_each_token_counts_once(trained_run, tmp_path, capsys, monkeypatch, size
     assert float(bits) == pytest.approx(total / math.log(2) / size, abs=6e-5)
 
 
+def test_a_uniform_model_has_the_loss_of_its_vocabulary_size(tmp_path, capsys):
+    path = write_uniform_model(tmp_path)
+    (tmp_path / "a.txt").write_text("größer", encoding="utf-8")  # 6 characters, 8 bytes
+    write_shard(tmp_path / "b.bin", [68, 65, 256, 66, 67, 256])  # after the first, 3 bytes of text
+    write_shard(tmp_path / "c.bin", [256, 256])
+    names = [f"{tmp_path}/{name}" for name in ("a.txt", "b.bin", "c.bin")]
+    table, _ = run(capsys, path, *names)
+    for name, tokens, size in zip(names, (8, 5, 1), (8, 3, None)):
+        bits = f"{tokens * math.log2(257) / size:.4f}" if size else "n/a"
+        assert table[name] == [f"{tokens}", f"{math.log(257):.4f}", "257", bits]
+
+
 def test_gpt2_tokens_have_the_bytes_of_their_text(gpt2_vocabulary, tmp_path, capsys):
     path = write_uniform_model(tmp_path, vocab_size=50304)
     text = "The größte 🎈 <|endoftext|> said:\n\n    def  f(x)…" * 3

@@ -166,7 +166,32 @@ def test_a_validation_computes_no_gradients(recipe):
     assert products[0] == products[1]
 
 
-# ---- Defaults ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "tokens, vocab_size, chunks", [(1100, 50304, 2), (64 * 1024, 50304, 8), (4096, 257, 1)]
+)
+def test_chunks_are_neither_small_nor_many(tokens, vocab_size, chunks, monkeypatch):
+    sizes = []
+
+    def soft_capped(logits, softcap):
+        sizes.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(train_gpt2, "soft_capped", soft_capped)
+    with torch.device("meta"):
+        x, weight = torch.zeros(tokens, 1), torch.zeros(vocab_size, 1)
+        LinearCrossEntropy.apply(x, weight, torch.zeros(tokens, dtype=torch.long), 0.0)
+    assert sizes == [tokens // chunks] * chunks
+
+
+@both_dtypes
+def test_without_counting_targets_the_loss_is_zero(dtype):
+    gpt, args = make_model(dtype)
+    inputs, targets = make_batch(args)
+    loss = gpt(inputs, torch.full_like(targets, -1))
+    loss.backward()
+    assert loss == 0 and all((p.grad == 0).all() for p in gpt.parameters())
+
+
 # ---- Training steps ------------------------------------------------------------------------------
 @both_dtypes
 def test_golden_losses(dtype):

@@ -687,7 +687,9 @@ def test_a_state_can_be_loaded_again_and_again(options, dtype):
     resumed = Muon(copies, lr=0.5, **options)
     resumed.load_state_dict(resumed.state_dict())
     resumed.load_state_dict(copy.deepcopy(saved))
+    torch.optim.lr_scheduler.ConstantLR(resumed, factor=1)  # replaces step by its own function
     resumed = pickle.loads(pickle.dumps(resumed))
+    assert (resumed.process_group, resumed.dtype) == (None, torch.bfloat16)
     copies = resumed.param_groups[0]["params"]
     resumed.load_state_dict(saved_and_loaded(resumed.state_dict()))
     for step in 2, 3:

@@ -174,14 +174,14 @@ def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
         "import argparse", "from __future__ import annotations\n\nimport argparse"
     )
     copy.write_text(source)
-    fields = {**tiny, "run_id": "knob", "my_knob": 2.5}
+    fields = {**tiny, "run_id": "knob", "my_knob": -2.5}
     help_text = subprocess.run([sys.executable, copy, "--help"], capture_output=True, text=True)
     assert "--my_knob 1.0" in help_text.stdout
     trained(fields, script=copy)
     log = (tmp_path / "logs" / "knob.txt").read_text()
-    assert source in log and "\nhyperparameter my_knob=2.5\n" in log
+    assert source in log and "\nhyperparameter my_knob=-2.5\n" in log
     done = run_forked({**tiny, "run_id": "knob", "resume": "auto"}, script=copy)
-    assert done.returncode == 1 and "was saved with my_knob=2.5 (here 1.0)" in done.stderr
+    assert done.returncode == 1 and "was saved with my_knob=-2.5 (here 1.0)" in done.stderr
 
 
 REFUSALS = {
@@ -291,6 +291,17 @@ def test_the_process_group_is_bound_to_the_gpu(tiny, monkeypatch):
     chosen = train_gpt2.join_ranks(Hyperparameters(**tiny))
     assert chosen == asked["set"] == asked["device_id"] == gpu
     assert asked["backend"] == "nccl"
+
+
+def test_an_error_of_nccl_says_to_start_one_process_per_gpu(tiny, monkeypatch):
+    def init_process_group(*args, **options):
+        raise dist.DistBackendError("Duplicate GPU detected")
+
+    monkeypatch.setattr(dist, "rendezvous", lambda *a, **n: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match=r"Duplicate GPU detected.*one process per GPU"):
+        train_gpt2.join_ranks(Hyperparameters(**tiny))
 
 
 # ---- Training -----------------------------------------------------------------------------------

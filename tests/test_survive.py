@@ -422,6 +422,18 @@ def test_a_shard_that_is_truncated_while_in_use_is_named_and_the_steps_are_saved
     assert saved >= "state_step0000000003.pt" and resumed == run_here({**tiny, "run_id": "whole"})
 
 
+def test_a_run_ends_if_its_folder_is_deleted(tiny, tmp_path):
+    folder = tmp_path / "logs" / "r"
+
+    def lose_folder(run):
+        if run.step == 4:
+            folder.rename(tmp_path / "moved")
+
+    with pytest.raises(UserError, match=r"was not written .*No such file"):
+        run_here(tiny, run_id="r", save_every=2, fault=lose_folder)
+    assert not folder.exists()
+
+
 HALF = {"run_id": "half", "resume": "auto"}
 CHECKPOINT = "half/state_step0000000003.pt"
 

@@ -288,7 +288,9 @@ def apply_update(p, update, shapes, group):
     lr = float(group["lr"])
     if group["weight_decay"]:
         decayed = p * (1 - lr * group["weight_decay"])
-        p.copy_(torch.where(p * update > 0, decayed, p) if group["cautious"] else decayed)
+        if group["cautious"]:
+            decayed = torch.where(p * update > 0, decayed, p)
+        p.copy_(decayed)
     _, M, N = shapes[0]
     p.add_(update, alpha=-lr * LR_FACTORS[group["adjust_lr_fn"]](M, N))
 
@@ -356,5 +358,5 @@ def batches_of(params):
 
 
 def stack_entries(device):
-    """Return the most entries of one batched matmul. On a CPU, 1 MB (bfloat16) stays in cache."""
+    """Return the maximum number of entries of one batched matmul: on a CPU, 1 MB in bfloat16."""
     return 2**19 if device.type == "cpu" else 2**26  # other devices have not been measured

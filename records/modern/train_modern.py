@@ -51,7 +51,7 @@ MIN_MOMENTUM = 0.85  # of Muon, at the start and at the end
 
 @dataclasses.dataclass(frozen=True)
 class ModernSettings(Hyperparameters):
-    """The settings of train_gpt2.py, and those of the modern model. Presets change many."""
+    """The settings of train_gpt2.py and of the modern model. Presets change many defaults."""
 
     learning_rate: float = setting(0.008, "AdamW learning rate of the output head")
     muon_learning_rate: float = setting(0.03 / 768**0.5, "RMS of a Muon update")
@@ -367,12 +367,13 @@ def build_optimizers(model, args):
         process_group=torch.distributed.group.WORLD,  # None without torchrun
         dtype=model.dtype,
     )
+    # The betas, and the learning rates of gates and scalars, are those of record 62.
     groups = [
         dict(params=[model.lm_head.weight], lr=args.learning_rate, betas=(0.5, 0.95)),
         dict(params=tables, lr=args.embedding_learning_rate, betas=(0.75, 0.95)),
         dict(params=gates, lr=0.008, betas=(0.9, 0.99)),
         dict(params=scalars, lr=0.04, betas=(0.9, 0.99)),
-    ]  # values of record 62
+    ]
     return [muon, torch.optim.AdamW(groups, eps=1e-10, weight_decay=0, fused=True)]
 
 
