@@ -1,6 +1,7 @@
 """Settings, error messages, the training step, the log, and results on any number of ranks."""
 
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -576,24 +577,27 @@ def test_each_preset_starts(recipe, preset, tmp_path):
     assert train_gpt2.main(args, recipe) == pytest.approx(np.log(args.vocab_size), rel=0.3)
 
 
-def run_compiled(fields):
-    """Run in this process, without the compiled graphs of earlier runs."""
+def run_compiled(fields, monkeypatch):
+    """Run in this process, without the compiled graphs of earlier runs or a C++ compiler."""
+    backend = "aot_eager_decomp_partition"  # builds the same graphs in a second, not in a minute
+    compile_graphs = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(train_gpt2.GPT, "compile", compile_graphs)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run_here(fields, compile=True, dtype="float32")
 
 
-def test_a_compiled_run_resumes_bit_for_bit(tiny, tmp_path, capsys):
+def test_a_compiled_run_resumes_bit_for_bit(tiny, tmp_path, monkeypatch, capsys):
     """It compiles one graph for training, one for validation, and no others."""
     fields = {**tiny, "run_id": "r", "resume": "auto", "save_every": 2}
-    run_compiled(fields)
+    run_compiled(fields, monkeypatch)
     text = capsys.readouterr().out
     check_golden(text, "float32")
     folder = tmp_path / "logs" / "r"
     whole = last_bits(folder)
     for name in "model.pt", "state_step0000000006.pt":
         (folder / name).unlink()
-    run_compiled(fields)
+    run_compiled(fields, monkeypatch)
     resumed = capsys.readouterr().out
     assert "continuing after step 4 from " in resumed and last_bits(folder) == whole
     assert "\ngraphs: 2\n" in text and "\ngraphs: 2\n" in resumed
