@@ -830,7 +830,7 @@ def digest(value):
 def next_batch(run):
     """Return this rank's batch of the next step, or None after the last step.
 
-    If rank 0 cannot read it, it saves a checkpoint first, unless the run has taken no step yet.
+    If rank 0 cannot read it after the first step, rank 0 saves a checkpoint before it raises.
     """
     if run.step == run.args.num_iterations:
         return None
@@ -1061,7 +1061,7 @@ class StopRequest:
         self.first_time = 0.0  # when the first signal came
 
     def catch_signals(self):
-        """Catch the signals of users and batch systems, unless they are ignored, as by nohup."""
+        """Catch the signals of users and batch systems, unless they are ignored, as under nohup."""
         for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
             number = getattr(signal, name)
             if signal.getsignal(number) != signal.SIG_IGN:

@@ -577,27 +577,30 @@ def test_each_preset_starts(recipe, preset, tmp_path):
     assert train_gpt2.main(args, recipe) == pytest.approx(np.log(args.vocab_size), rel=0.3)
 
 
-def run_compiled(fields, monkeypatch):
-    """Run in this process, without the compiled graphs of earlier runs or a C++ compiler."""
-    backend = "aot_eager_decomp_partition"  # builds the same graphs in a second, not in a minute
-    compile_graphs = functools.partialmethod(torch.nn.Module.compile, backend=backend)
-    monkeypatch.setattr(train_gpt2.GPT, "compile", compile_graphs)
+def run_compiled(fields):
+    """Run in this process, without the compiled graphs of earlier runs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run_here(fields, compile=True, dtype="float32")
 
 
-def test_a_compiled_run_resumes_bit_for_bit(tiny, tmp_path, monkeypatch, capsys):
+# The first backend builds the same graphs as Inductor, but needs no C++ compiler.
+@pytest.mark.parametrize(
+    "backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_a_compiled_run_resumes_bit_for_bit(backend, tiny, tmp_path, monkeypatch, capsys):
     """It compiles one graph for training, one for validation, and no others."""
+    compile_graphs = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(train_gpt2.GPT, "compile", compile_graphs)
     fields = {**tiny, "run_id": "r", "resume": "auto", "save_every": 2}
-    run_compiled(fields, monkeypatch)
+    run_compiled(fields)
     text = capsys.readouterr().out
     check_golden(text, "float32")
     folder = tmp_path / "logs" / "r"
     whole = last_bits(folder)
     for name in "model.pt", "state_step0000000006.pt":
         (folder / name).unlink()
-    run_compiled(fields, monkeypatch)
+    run_compiled(fields)
     resumed = capsys.readouterr().out
     assert "continuing after step 4 from " in resumed and last_bits(folder) == whole
     assert "\ngraphs: 2\n" in text and "\ngraphs: 2\n" in resumed
