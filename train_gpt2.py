@@ -9,8 +9,9 @@ The data must exist: `bash run.sh` first prepares the data and then starts this 
 
 This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
 github.com/KellerJordan/modded-nanogpt. It has not been run on a GPU yet. Numerical differences: the
-residual stream is bfloat16, the rotary tables are float32, and a sequence may continue in the next
-data file. It needs Linux or macOS, numpy, Python 3.10 or newer, and torch 2.5 or newer.
+residual stream is bfloat16, QK-norm's epsilon is 2^-23 (2^-7 with the PyTorch of record 7), the
+rotary tables are float32, and a sequence may continue in the next data file. It needs Linux or
+macOS, numpy, Python 3.10 or newer, and torch 2.5 or newer.
 
 Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery below.
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Functions
@@ -44,7 +45,7 @@ from typing import Literal, NamedTuple, get_args, get_type_hints
 
 # The log contains this source code. Read it now, in case it is edited during the slow imports.
 SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
-START = time.perf_counter()  # before the slow imports, which count as setup
+START = time.perf_counter()  # before this file's slow imports, which count as setup
 
 import numpy as np
 import torch
@@ -131,7 +132,7 @@ PRESETS = {
 # ---- Model: GPT-2 with rotary positions, RMSNorm, QK-norm, ReLU^2 and zero-initialized projections
 def norm(x):
     """RMSNorm over the last dimension, without a gain."""
-    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's epsilon; bfloat16's is too large
+    return F.rms_norm(x, (x.size(-1),), eps=2**-23)  # float32's epsilon, also for bfloat16
 
 
 class CastedLinear(nn.Linear):
@@ -216,7 +217,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 as in record 7, with tied embedding and output head.
 
-    Weights are float32; activations and matmuls use the given dtype. Modules have GPT-2's names.
+    Weights are float32; activations and matmuls use the given dtype. Modules have GPT-2's
+    names, but its c_attn is split into c_q, c_k and c_v.
     """
 
     def __init__(self, args, dtype=torch.float32):
@@ -272,7 +274,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, softcap):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
-        count = (targets != -1).sum().clamp(min=1)
+        count = (targets != -1).sum().clamp(min=1)  # evaluate() may pass ignored tokens only
         # More chunks save more memory, but chunks below 512 x 50304 logits are slow on CPUs.
         max_chunks = 2 if x.is_cuda else 8  # neither value is tuned
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
@@ -610,7 +612,10 @@ def evaluate(run):
 
 
 def validate(run):
-    """Collective: set run.val_loss and log it. If the data repeat, save the best weights."""
+    """Collective: set run.val_loss and log it. Stop with an error if the ranks' weights differ.
+
+    If the data repeat, save the best weights.
+    """
     with run.log.timed("validation"):
         run.val_loss = evaluate(run)
         check_weights_agree(run.model)
@@ -683,7 +688,7 @@ def set_up(args, recipe, stop_request):
     train_loader, validation, val_tokens, data_facts = open_data(args, device)
     run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     dtype = choose_dtype(args, device)
-    # Replace "auto" and other placeholders with actual values, so that the log shows them.
+    # Replace "auto", "" and 0 by actual values: logs show them, and resumed runs must match them.
     args = dataclasses.replace(args, dtype=dtype, run_id=from_rank_0(run_id), val_tokens=val_tokens)
     versions = dict(torch=torch.__version__, source=digest(recipe.sources))
     check_ranks_agree(vars(args) | data_facts | versions, fix="start all ranks in the same way")
@@ -854,9 +859,11 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # minimum per epoch
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # in each pass over the data
     if max_steps < needed_steps:
-        fix = "add data, lower --num_iterations or --batch_size, or pass --allow_repeat=True"
+        fix = "add data or lower --batch_size"
+        if not args.allow_repeat:
+            fix = "add data, lower --num_iterations or --batch_size, or pass --allow_repeat=True"
         raise UserError(f"{args.train_files!r} has tokens for only {max_steps} steps: {fix}")
     seed = args.seed if args.shuffle else None
     loader = DistributedDataLoader(stream, batch_size, T, rank, world_size, device, seed)
@@ -899,7 +906,7 @@ def choose_device(args):
 
 
 def choose_dtype(args, device):
-    """Return the dtype of matmuls: for "auto", bfloat16 if the device supports it natively."""
+    """Return the dtype of matmuls: for "auto", bfloat16 if the device supports it."""
     if args.dtype != "auto":
         return args.dtype
     if device.type == "cuda":  # T4 and V100 only emulate bfloat16, slowly
@@ -907,15 +914,15 @@ def choose_dtype(args, device):
     elif torch.__version__.startswith("2.5.") and args.compile:
         has_bf16 = False  # torch 2.5 cannot compile bfloat16 for CPUs
     else:
-        has_mkldnn = torch.backends.mkldnn.is_available()
+        has_mkldnn = torch.backends.mkldnn.is_available()  # on x86, it needs AVX-512 for bfloat16
         has_bf16 = has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return "bfloat16" if has_bf16 else "float32"
 
 
 def configure_cpu(args):
     """Set PyTorch's global options for training on a CPU."""
-    # The next two options affect CPUs, too. For sequences of up to 512 tokens, unfused attention is
-    # faster than flash attention (measured), if its scores stay in bfloat16.
+    # The next two options affect CPUs, too. For sequences of up to 512 tokens in bfloat16, unfused
+    # attention is faster than flash attention (measured), if its scores stay in bfloat16.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     # Sum an embedding's gradients in a fixed order, so that runs are bit-reproducible.
@@ -931,11 +938,11 @@ def configure_cpu(args):
 
 
 def warm_up_mkl():
-    """Call functions of MKL once on one thread, because several threads may get wrong values.
+    """Call functions of MKL once on one thread, because several threads may get inexact values.
 
     Only the first call is affected: https://github.com/pytorch/pytorch/issues/188792
     """
-    for function in torch.cos, torch.sin, torch.sqrt:
+    for function in torch.cos, torch.exp, torch.sin, torch.sqrt:
         function(torch.ones(1))
 
 
@@ -1153,7 +1160,11 @@ def log_header(run, start_message):
 
 
 def log_summary(run):
-    """Log the result as `key: value` lines. After a resume, only train_seconds is cumulative."""
+    """Log the result as `key: value` lines.
+
+    train_seconds covers the whole run. After a resume, peak_memory_mib, graphs and the seconds of
+    other phases are those of the last process.
+    """
     args, log = run.args, run.log
     log(f"val_loss: {run.val_loss:.4f}\nweights: {run.folder / 'model.pt'}")
     if args.target_val_loss:

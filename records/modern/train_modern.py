@@ -51,13 +51,16 @@ MIN_MOMENTUM = 0.85  # of Muon, at the start and at the end
 
 @dataclasses.dataclass(frozen=True)
 class ModernSettings(Hyperparameters):
-    """The settings of train_gpt2.py and of the modern model. Presets change many defaults."""
+    """The settings of train_gpt2.py and of the modern model.
+
+    modern() sets the sizes, Muon's learning rate and Muon's weight decay for every preset.
+    """
 
     learning_rate: float = setting(0.008, "AdamW learning rate of the output head")
     muon_learning_rate: float = setting(0.03 / 768**0.5, "RMS of a Muon update")
     warmdown_fraction: float = setting(0.55, "final part, where learning rates decay")
     attention_window: int = setting(
-        1728, "final window of long layers, in tokens; 0: full attention, also across documents"
+        1728, "final window of long layers, in tokens, rounded up; 0: full, also across documents"
     )
     document_token: int = setting(50256, "token that starts a document; bytes: 256")
     ngram_rows: int = setting(5 * 50304, "rows of the hashed n-gram table; 0: no table")
@@ -405,7 +408,7 @@ def momentum_at(step, args):
 
 
 def window_blocks_at(step, args):
-    """Return the window of long layers in blocks. It grows linearly, from one block."""
+    """Return the window of long layers in blocks, rounded up. It grows linearly, from one block."""
     return max(1, math.ceil(step / args.num_iterations * args.attention_window / BLOCK))
 
 
