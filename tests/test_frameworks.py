@@ -183,6 +183,9 @@ def test_what_the_model_cannot_do_is_refused(model):
         (dict(token_type_ids=tokens), TypeError, "token_type_ids"),
         (dict(cu_seq_lens_q=torch.tensor([0, 4, 8])), TypeError, "cu_seq_lens_q"),
         (dict(lables=tokens), TypeError, "lables"),
+        (dict(cache=transformers.DynamicCache()), TypeError, "cache"),  # since transformers 5.24
+        (dict(past_key_values=transformers.DynamicCache()), TypeError, "past_key_values"),
+        (dict(input_ids=random_tokens(1, 513)), ValueError, "513 tokens are more than"),
     ]
     for arguments, error, message in refused:
         with pytest.raises(error, match=message):

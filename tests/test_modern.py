@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 import train_modern
 from conftest import TINY, take_step
-from plain26 import PlainModern, PlainTraining, ngram_rows
+from plain26 import PlainModern, PlainTraining
 from test_model import gradients
 from torch import nn
 from train_modern import (
     RECIPE,
     ModernGPT,
     ModernSettings,
-    NgramTable,
     apply_schedule,
     attention_mask,
     build_optimizers,
@@ -80,6 +79,7 @@ def loss_and_gradients(model, *batch):
     [
         ({}, 1), ({}, 2), ({}, 3), ({}, 4), ({"n_layer": 11}, 3), ({"n_layer": 8}, 3),
         ({"n_layer": 4}, 2), ({"n_layer": 3}, 3), ({"n_layer": 2}, 4), ({"n_layer": 1}, 2),
+        ({"n_layer": 2, "max_ngram": 7}, 2),
         ({"n_layer": 4, "ngram_rows": 0, "max_ngram": 2}, 2),
         ({"n_layer": 4, "attention_window": 0, "document_token": 50256}, 8),  # all earlier tokens
     ],
@@ -207,18 +207,18 @@ def test_offset_keys_find_the_token_after_an_earlier_copy(monkeypatch):
 
 
 def schedule_at(step, args, recipe=RECIPE):
-    """Return the factor of the learning rates, Muon's momentum and the window, in blocks."""
+    """Return the factor of learning rates, Muon's momentum and decay, and the window in blocks."""
     group = dict(initial_lr=1.0, momentum=args.muon_momentum)
     model = SimpleNamespace(window_blocks=torch.tensor(0))
     recipe.apply_schedule(model, [SimpleNamespace(param_groups=[group])], step, args)
-    return group["lr"], group["momentum"], model.window_blocks.item()
+    return group["lr"], group["momentum"], group["weight_decay"], model.window_blocks.item()
 
 
 @pytest.mark.parametrize("preset", ["modern", "modern_24gb"])
 def test_the_schedule_is_that_of_the_public_records(preset):
     args = train_gpt2.parse_args([f"--preset={preset}"], RECIPE)
     last = args.num_iterations
-    scales, momenta, windows = zip(*[schedule_at(step, args) for step in range(last + 1)])
+    scales, momenta, decays, windows = zip(*[schedule_at(step, args) for step in range(last + 1)])
     steps = [0, 1, 150, 300, 301, last // 2, last - 50, last - 25, last]
     expected = [0.85, 0.85 + 0.1 / 300, 0.9, 0.95, 0.95, 0.95, 0.95, 0.9, 0.85]
     assert [momenta[step] for step in steps] == pytest.approx(expected)
@@ -226,24 +226,9 @@ def test_the_schedule_is_that_of_the_public_records(preset):
     steps = [0, last - decay, last - decay // 2, last]
     expected = [1, 1, 0.15 + 0.85 / 2, 0.15]
     assert [scales[step] for step in steps] == pytest.approx(expected, abs=1e-3)
+    assert decays == pytest.approx([args.muon_weight_decay * scale for scale in scales])
     steps = [0, 1, last // 2, last - 1, last]
     assert [windows[step] for step in steps] == [1, 1, 7, 14, 14]  # blocks of 128 tokens
-
-
-# ---- The n-gram table ----------------------------------------------------------------------------
-@pytest.mark.parametrize("longest, vocab_size", [(2, 5), (3, 257), (7, 50304)])
-def test_a_position_gets_the_rows_of_its_last_tokens(longest, vocab_size):
-    torch.manual_seed(0)
-    args = ModernSettings(max_ngram=longest, ngram_rows=101, n_embd=12, n_head=1)
-    table = NgramTable(args, torch.float32)
-    nn.init.normal_(table.weight)
-    inputs = torch.randint(vocab_size, (3, 11))
-    out = table(inputs)
-    assert out.shape == (3, 11, 12)
-    for b, tokens in enumerate(inputs.tolist()):
-        for place in range(11):
-            rows = ngram_rows(tokens, place, longest, 101)
-            torch.testing.assert_close(out[b, place], table.weight[rows].sum(0))
 
 
 # ---- Masks --------------------------------------------------------------------------------------

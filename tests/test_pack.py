@@ -18,6 +18,7 @@ import tracemalloc
 import numpy as np
 import pack
 import pytest
+import regex  # tiktoken needs it, too
 import tiktoken
 from conftest import ROOT, SHARED_DATA
 
@@ -316,14 +317,6 @@ def test_by_name_sizes_do_not_count():
     assert found == pytest.approx(0.1, abs=1e-3)
 
 
-def test_added_documents_do_not_move_others_where_sizes_are_similar():
-    lengths = np.random.default_rng(0).integers(500, 1500, 2000)
-    names = [f"{i}" for i in range(2000)]
-    _, before = held_out_fraction(lengths[:1000], 0.1, names[:1000])
-    _, after = held_out_fraction(lengths, 0.1, names)
-    assert before == {name for name in after if int(name) < 1000}
-
-
 @pytest.mark.parametrize("sizes", ["similar", "one large"])
 def test_copies_are_on_one_side_in_any_order_of_the_documents(sizes):
     generator = np.random.default_rng(0)
@@ -437,11 +430,9 @@ def test_a_cut_encoding_merges_like_gpt2s_up_to_its_size(size):
     assert (encoding.n_vocab, encoding.eot_token) == (size + 1, size)
     ranks = gpt2._mergeable_ranks
     for text in " The theory of 1905, naïve €😀", "in\n\n  there", TEXTS[5]:
-        tokens = encoding.encode_ordinary(text)
-        assert encoding.decode(tokens) == text and max(tokens) < size
         expected = []
-        for token in gpt2.encode_ordinary(text):
-            parts = [bytes([byte]) for byte in gpt2.decode_single_token_bytes(token)]
+        for word in regex.findall(gpt2._pat_str, text):
+            parts = [bytes([byte]) for byte in word.encode()]
             while True:
                 pairs = [ranks.get(a + b, size) for a, b in itertools.pairwise(parts)]
                 if not pairs or min(pairs) >= size:
@@ -449,9 +440,8 @@ def test_a_cut_encoding_merges_like_gpt2s_up_to_its_size(size):
                 at = pairs.index(min(pairs))
                 parts[at : at + 2] = [parts[at] + parts[at + 1]]
             expected += [ranks[part] for part in parts]
-        # A merge may also join parts of two of GPT-2's tokens, so the cut encoding has no more.
-        assert len(tokens) <= len(expected)
-        assert b"".join(map(encoding.decode_single_token_bytes, expected)) == text.encode()
+        assert encoding.encode_ordinary(text) == expected
+        assert encoding.decode(expected) == text
 
 
 @needs_gpt2

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import train_modern
 from conftest import (
-    MODERN,
     ROOT,
     SCRIPT,
     both_dtypes,
@@ -30,7 +29,6 @@ from conftest import (
     validations,
     write_shard,
 )
-from train_modern import ModernSettings
 
 import train_gpt2
 from train_gpt2 import GPT, RECIPE, Hyperparameters, UserError, build_optimizers, parse_args
@@ -87,7 +85,6 @@ def test_the_default_preset_is_the_first_and_the_last_that_is_given_counts():
         ('{"vocab_size": 50257}', ["--preset=cpu"], 50304),
         ('{"vocab_size": 257}', ["--vocab_size=300"], 300),
         (None, [], 50304),
-        ("no json", [], None),
     ],
 )
 def test_the_vocabulary_size_comes_from_the_manifest_of_packed_data(
@@ -96,11 +93,7 @@ def test_the_vocabulary_size_comes_from_the_manifest_of_packed_data(
     if manifest:
         (tmp_path / "manifest.json").write_text(manifest)
     argv = [*given, f"--train_files={tmp_path}/train_*.bin"]
-    if expected is None:
-        with pytest.raises(UserError, match=r"manifest\.json is damaged"):
-            parse_args(argv)
-    else:
-        assert parse_args(argv).vocab_size == expected
+    assert parse_args(argv).vocab_size == expected
 
 
 def test_settings_are_checked_with_the_vocabulary_of_the_data(tmp_path):
@@ -156,7 +149,9 @@ def test_invalid_settings_are_rejected(argument, sentence):
         parse_args([argument])
 
 
-@pytest.mark.parametrize("size", ['"257"', str(10**23), "NaN", "-1", "{}", "[" * 100_000])
+@pytest.mark.parametrize(
+    "size", ['"257"', str(10**23), "NaN", "-1", "{}", "[" * 100_000, "no json"]
+)
 def test_an_odd_manifest_is_refused_in_one_sentence(size, tmp_path):
     (tmp_path / "manifest.json").write_text(f'{{"vocab_size": {size}}}')
     with pytest.raises(UserError, match=r"vocab_size|manifest\.json is damaged"):
@@ -526,14 +521,6 @@ def test_a_run_that_repeats_its_text_keeps_the_best_weights(
     assert not (tmp_path / "logs" / "once" / "best.pt").exists()
 
 
-def test_a_resumed_run_knows_its_best_loss(repeating, tmp_path, monkeypatch, capsys):
-    mock_validations(monkeypatch, 5.0, 3.0, 4.0)
-    run_here(repeating, 13, run_id="old")
-    mock_validations(monkeypatch, 4.0, 3.5, 3.8)
-    run_here(repeating, val_loss_every=2, run_id="old", resume="auto")
-    assert best_weights(tmp_path / "logs" / "old", capsys.readouterr().out) == (6, 3.0)
-
-
 def test_best_weights_that_are_newer_than_the_last_checkpoint_stay(
     repeating, tmp_path, monkeypatch, capsys
 ):
@@ -621,45 +608,3 @@ def test_run_sh_trains_the_cpu_preset(tmp_path):
     assert done.returncode == 0, done.stderr
     step, loss = validations(done.stdout)[-1]
     assert step == 600 and loss < 1.40
-
-
-# ---- Other optimizers ---------------------------------------------------------------------------
-class MyMuon(torch.optim.Optimizer):
-    """Somebody's replacement of Muon: sign descent with momentum. Counts its steps."""
-
-    def __init__(self, params, lr, **options):
-        super().__init__(params, dict(lr=lr, **options))
-        self.momenta, self.decays, self.steps = [], [], 0
-
-    @torch.no_grad()
-    def step(self):
-        self.steps += 1
-        for group in self.param_groups:
-            self.momenta.append(group.get("momentum"))
-            self.decays.append(group.get("weight_decay"))
-            for p in group["params"]:
-                p.sub_(group["lr"] * p.grad.sign())
-
-
-def train_with(build, settings, **changes):
-    """Train the modern model with build(matrices, lr) in place of Muon; return the optimizer."""
-    made = []
-
-    def build_optimizers(model, args):
-        muon, adamw = train_modern.build_optimizers(model, args)
-        made.append(build(muon.param_groups[0]["params"], args.muon_learning_rate))
-        return [*made, adamw]
-
-    args = ModernSettings(**{**settings, **MODERN, "n_embd": 24, **changes})
-    recipe = train_modern.RECIPE._replace(build_optimizers=build_optimizers)
-    assert train_gpt2.main(args, recipe) > 0
-    return made[0]
-
-
-def test_a_replacement_of_muon_steps_in_each_step_with_muons_schedules(tiny):
-    schedule = dict(momentum_warmup_fraction=0.5, final_lr_fraction=0.2, muon_weight_decay=3.0)
-    args = ModernSettings(**{**tiny, **MODERN, **schedule})
-    mine = train_with(MyMuon, tiny, **schedule)
-    assert mine.steps == 6
-    assert mine.momenta == [train_modern.momentum_at(step, args) for step in range(6)]
-    assert mine.decays == pytest.approx([3, 3, 3, 3, 2.2, 1.4])

@@ -277,21 +277,6 @@ if os.environ["RANK"] == "1":
     assert content(tmp_path / "logs" / "x") == before
 
 
-def test_three_machines_may_have_copies_of_the_shards(tiny, tmp_path):
-    """Each rank has its own data folder and the environment of a machine of its own."""
-    for rank in 0, 1, 2:
-        for path in tmp_path.glob("*.bin"):
-            (tmp_path / str(rank)).mkdir(exist_ok=True)
-            shutil.copy(path, tmp_path / str(rank))
-    code = f"""
-os.chdir({str(tmp_path)!r} + "/" + os.environ["RANK"])
-os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")"""
-    fields = {**tiny, **RELATIVE, "save_every": 6}
-    done = trained({**fields, "run_id": "three"}, 3, launcher(tmp_path, code))
-    assert losses(done) == losses(trained({**tiny, "run_id": "one", "save_every": 6}, 3))
-    assert last_bits(tmp_path / "logs" / "three") == last_bits(tmp_path / "logs" / "one")
-
-
 # ---- Non-finite numbers, memory, disk and output ------------------------------------------------
 def test_a_state_that_is_not_finite_is_never_saved(tiny, tmp_path):
     code = """

@@ -14,7 +14,6 @@ A ratio compares the two sides within one round; the table shows its median, min
 Run nothing else meanwhile.
 """
 
-import argparse
 import functools
 import importlib.util
 import multiprocessing
@@ -28,20 +27,14 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "records" / "tools")]
 import plain  # noqa: E402
+from runlog import argument_parser  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
 
 # ---- Shared with bench_muon.py ------------------------------------------------------------------
-def argument_parser(description):
-    """Return a parser that prints the description with its own line breaks."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-
 def load_script(path):
     """Import a Python file and return the module."""
     spec = importlib.util.spec_from_file_location("side", path)
