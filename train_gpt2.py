@@ -274,7 +274,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, softcap):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
-        count = (targets != -1).sum().clamp(min=1)  # evaluate() may pass ignored tokens only
+        count = (targets != -1).sum().clamp(min=1)  # in evaluate(), all may be padding
         # More chunks save more memory, but chunks below 512 x 50304 logits are slow on CPUs.
         max_chunks = 2 if x.is_cuda else 8  # neither value is tuned
         chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
@@ -688,7 +688,7 @@ def set_up(args, recipe, stop_request):
     train_loader, validation, val_tokens, data_facts = open_data(args, device)
     run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     dtype = choose_dtype(args, device)
-    # Replace "auto", "" and 0 by actual values: logs show them, and resumed runs must match them.
+    # Replace "auto", "" and 0 with actual values: logs show them, and resumed runs must match them.
     args = dataclasses.replace(args, dtype=dtype, run_id=from_rank_0(run_id), val_tokens=val_tokens)
     versions = dict(torch=torch.__version__, source=digest(recipe.sources))
     check_ranks_agree(vars(args) | data_facts | versions, fix="start all ranks in the same way")

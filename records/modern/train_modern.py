@@ -60,7 +60,9 @@ class ModernSettings(Hyperparameters):
     muon_learning_rate: float = setting(0.03 / 768**0.5, "RMS of a Muon update")
     warmdown_fraction: float = setting(0.55, "final part, where learning rates decay")
     attention_window: int = setting(
-        1728, "final window of long layers, in tokens, rounded up; 0: full, also across documents"
+        1728,
+        "final attention window of long layers, in tokens, rounded up to blocks of 128; "
+        "0: full attention, also across documents",
     )
     document_token: int = setting(50256, "token that starts a document; bytes: 256")
     ngram_rows: int = setting(5 * 50304, "rows of the hashed n-gram table; 0: no table")
