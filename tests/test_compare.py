@@ -40,6 +40,7 @@ from train_gpt2 import RECIPE, main, parse_args
         ("--against {}/p*", 0, "| 2 | 2.0000 | 4.0000 | -2.0000 |"),
         ("--against {}/p*", 0, "1,234 and 999 parameters, so the runs of a pair start from"),
         ("--against {}/p* --n=3", 1, "Not significant: p=0.037"),
+        ("--against {}/other/x*", 0, "first minus second: -2.0000"),
         (
             "--against {}/p* --nats_per_percent=0.5",
             0,
@@ -52,6 +53,7 @@ def test_statistics_match_values_computed_by_hand(arguments, status, sentence, t
     write_group(tmp_path, "y", [2, 4, 6], first_seed=4, target_val_loss=0, learning_rate=0.02)
     write_group(tmp_path, "z", [21, 22, 23], first_seed=4, target_val_loss=0)
     write_group(tmp_path, "p", [2, 4, 6], target_val_loss=0, parameters=999)
+    write_group(tmp_path / "other", "x", [2, 4, 6], target_val_loss=0)
     assert compare.main([f"{tmp_path}/x*", *arguments.format(tmp_path).split()]) == status
     assert sentence in capsys.readouterr().out
 

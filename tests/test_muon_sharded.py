@@ -342,14 +342,13 @@ def save_and_load_replicated(rank, world_size, folder):
     """Whole parameters, on ranks that each compute a part: get_ and set_optimizer_state_dict."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
-    make = lambda: Muon(model.parameters(), 0.1, process_group=dist.group.WORLD)  # noqa: E731
-    muon = make()
+    muon = Muon(model.parameters(), 0.1, process_group=dist.group.WORLD)
     for p in model.parameters():
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.size(0)))
     muon.step()
     muon.zero_grad()
     dcp.save({"muon": get_optimizer_state_dict(model, muon)}, checkpoint_id=folder)
-    fresh = make()
+    fresh = Muon(model.parameters(), 0.1, process_group=dist.group.WORLD)
     state = {"muon": get_optimizer_state_dict(model, fresh)}
     assert not any(tensor.any() for p in model.parameters() for tensor in fresh.state[p].values())
     dcp.load(state, checkpoint_id=folder)

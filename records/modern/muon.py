@@ -1,6 +1,6 @@
 """Muon with the arguments of torch.optim.Muon, for DDP, FSDP2, experts and heads. Copy this file.
 
-Copyright (c) 2026 the authors. MIT License. Tested with torch 2.13.
+Copyright (c) 2026 the authors. SPDX-License-Identifier: MIT. Tested with torch 2.13.
 """
 
 import math
@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients (a, b, c) of an iteration
+FIVE_ITERATIONS = (NEWTON_SCHULZ,) * 5
 LR_FACTORS = {  # for each adjust_lr_fn, the learning-rate factor of a matrix (M, N)
     "original": lambda M, N: max(1, M / N) ** 0.5,  # https://kellerjordan.github.io/posts/muon/
     "match_rms_adamw": lambda M, N: 0.2 * max(M, N) ** 0.5,  # https://arxiv.org/abs/2502.16982
     "spectral_unclamped": lambda M, N: (M / N) ** 0.5,
-    "unit_rms": lambda M, N: max(M, N) ** 0.5,  # our own: lr is the RMS of an update
+    "unit_rms": lambda M, N: max(M, N) ** 0.5,  # our own: lr is about the RMS of an update
 }
 LR_FACTORS[None] = LR_FACTORS["original"]  # as in torch.optim.Muon
 
 
-def orthogonalize(G, dtype=torch.bfloat16, coefficients=(NEWTON_SCHULZ,) * 5, eps=1e-7):
+def orthogonalize(G, dtype=torch.bfloat16, coefficients=FIVE_ITERATIONS, eps=1e-7):
     """Return approximately U V^T for each matrix G = U S V^T, by Newton-Schulz iterations.
 
     G: (..., M, N), of any float dtype; it is not modified. dtype: dtype of the matmuls.
@@ -34,7 +35,7 @@ def orthogonalize(G, dtype=torch.bfloat16, coefficients=(NEWTON_SCHULZ,) * 5, ep
     X = X.mT if is_tall else X  # (..., m, n) with m <= n
     m, n = X.shape[-2:]
     X = X.reshape(-1, m, n)
-    if n >= 2 * m and coefficients == (NEWTON_SCHULZ,) * 5:
+    if n >= 2 * m and coefficients == FIVE_ITERATIONS:
         X = gram_newton_schulz(X)
     else:
         X = newton_schulz(X, coefficients)
@@ -57,7 +58,7 @@ def newton_schulz(X, coefficients):
 
 
 def gram_newton_schulz(X):
-    """Return the result of newton_schulz for the default coefficients, up to rounding.
+    """Return the result of newton_schulz for FIVE_ITERATIONS, up to rounding.
 
     It is faster if n >= 2 m. Z is symmetric, so the next R is (a I + Z) R (a I + Z). Therefore,
     iterate on the small R only, accumulate the factors a I + Z in Q, and apply Q to X. In bfloat16,
@@ -67,7 +68,8 @@ def gram_newton_schulz(X):
     a, b, c = NEWTON_SCHULZ
     identity = torch.eye(X.size(1), dtype=X.dtype, device=X.device)
     for iterations in 2, 3:
-        R, Q = X @ X.mT, None
+        R = X @ X.mT
+        Q = None  # the product of the factors so far
         for i in range(iterations):
             Z = torch.baddbmm(R, R, R, beta=b, alpha=c)  # b R + c R R
             Q = Z + a * identity if Q is None else torch.baddbmm(Q, Z, Q, beta=a)  # (a I + Z) Q
@@ -86,19 +88,23 @@ class Muon(torch.optim.Optimizer):
     params: float matrices (M, N) with M outputs, as in nn.Linear, stacks (experts, M, N), or 4-D
       convolution kernels, flattened to (M, N). Leave out the 3-D weights of Conv1d, which would be
       taken for stacks. One rank orthogonalizes all matrices of a stack.
-    lr, weight_decay, momentum, nesterov, ns_steps: as in torch.optim.Muon.
+    lr, weight_decay, momentum, nesterov, ns_steps: as in torch.optim.Muon. The momentum is a moving
+      average: momentum * old + (1 - momentum) * gradient. Weight decay multiplies a parameter by
+      1 - lr * weight_decay, without the factor of adjust_lr_fn. ns_steps: number of iterations.
     eps: added to the norm; in torch.optim.Muon, it is a lower bound of the norm. Must be positive.
     ns_coefficients: as there, or a list with (a, b, c) for each step; then ns_steps is ignored.
     adjust_lr_fn: a key of LR_FACTORS, by default "original", as there.
     blocks: the number of equal blocks of rows in each matrix, or a list with their numbers of rows.
       Each block, such as a head, or q, k or v of one parameter, is orthogonalized separately.
     beta2: NorMuon divides each row (column if M < N) by the root of a moving average of its mean
-      square. This is the decay of that average; 0 disables it. https://arxiv.org/abs/2510.05491
+      square. This is the decay of that average; 0 disables it. Use it with float32 parameters: the
+      average has their dtype, and bfloat16 loses small changes. https://arxiv.org/abs/2510.05491
     cautious: decay only entries that the update moves towards zero.
     process_group: the ranks that hold the same parameters and share the work, such as
       torch.distributed.group.WORLD with DDP (None before init_process_group). DTensors ignore it.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32. Updates are rounded to bfloat16.
-    Raises ValueError for an unsupported parameter, option (except ns_coefficients) or state.
+    Raises ValueError for an unsupported parameter or state, and for options out of range (except
+    ns_coefficients). step() raises RuntimeError if this torch reorders shards of DTensors.
 
     Average the gradients over the ranks before step(), as DDP does. If the ranks pass parameters in
     different orders, updates are mixed up. A parameter needs a gradient on all ranks or on none;
@@ -131,7 +137,10 @@ class Muon(torch.optim.Optimizer):
         self.param_groups.append(group)
 
     def load_state_dict(self, state_dict):
-        """Load a state dict of this class or torch.optim.Muon; raise ValueError for any other."""
+        """Load a state dict of this class or torch.optim.Muon; raise ValueError for any other.
+
+        Its options replace those of the constructor. It has no dtype and no process_group.
+        """
         previous = self.param_groups
         for group, loaded in zip(previous, state_dict["param_groups"]):
             if not {"momentum", "nesterov", "ns_steps", "adjust_lr_fn"} <= loaded.keys():
@@ -158,8 +167,8 @@ class Muon(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:
                 self.update_momentum(p, group)
-            dtensors = [p for p in params if hasattr(p, "placements")]  # importing DTensor is slow
-            replicated = [p for p in params if not hasattr(p, "placements")]
+            dtensors = [p for p in params if is_dtensor(p)]
+            replicated = [p for p in params if not is_dtensor(p)]
             for device in dict.fromkeys(p.device for p in replicated):
                 on_device = [p for p in replicated if p.device == device]
                 self.update_replicated(on_device, group, rank_costs)
@@ -175,7 +184,7 @@ class Muon(torch.optim.Optimizer):
         if group["beta2"] and "row_squares" not in state:
             sizes = [matrices * max(M, N) for matrices, M, N in block_shapes(p, group)]
             state["row_squares"] = p.new_zeros(sum(sizes))  # new_zeros of a DTensor is replicated
-        if hasattr(p, "placements"):  # p is a DTensor
+        if is_dtensor(p):
             p.grad = p.grad.redistribute(placements=p.placements)  # it may be a partial sum
         state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
 
@@ -192,7 +201,8 @@ class Muon(torch.optim.Optimizer):
         is_distributed = dist.is_available() and dist.is_initialized()
         if self.process_group is None and is_distributed and dist.get_world_size() > 1:
             advice = "if they hold the same parameters, pass process_group"
-            warnings.warn(f"the ranks do not share the work of Muon: {advice}", stacklevel=5)
+            sentence = f"the ranks do not share the work of Muon: {advice}"
+            warnings.warn(sentence, stacklevel=5)  # names the line that calls step()
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         # Each rank fills the slots of its own parameters; the sum over the ranks has all updates.
@@ -205,7 +215,7 @@ class Muon(torch.optim.Optimizer):
                 updates[p].copy_(update)
         if self.process_group is not None:
             dist.all_reduce(buffer, group=self.process_group)
-        if group["beta2"]:
+        if group["beta2"]:  # on every rank, so that the averages need not be sent
             for batch in batches_of(params):
                 stacked = torch.stack([updates[p] for p in batch])
                 averages = torch.stack([self.state[p]["row_squares"] for p in batch])
@@ -297,7 +307,10 @@ def apply_update(p, update, shapes, group):
 
 def block_shapes(p, group):
     """Return a list of (number of matrices, M, N), for each block; equal blocks share an entry."""
-    stack, rows, N = p.shape if p.ndim == 3 else (1, p.size(0), p.shape[1:].numel())
+    if p.ndim == 3:
+        stack, rows, N = p.shape
+    else:
+        stack, rows, N = 1, p.size(0), p.shape[1:].numel()
     blocks = group["blocks"]
     if isinstance(blocks, int):
         return [(stack * blocks, rows // blocks, N)]
@@ -333,28 +346,40 @@ def check_muon_group(group):
             raise ValueError(f"{name}={group[name]} must be at least {low} and less than {high}")
     if group["adjust_lr_fn"] not in LR_FACTORS:
         raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']} must be one of {[*LR_FACTORS]}")
+    for name in ("process_group", "dtype"):
+        if name in group:
+            raise ValueError(f"{name} is not an option of a group: make a Muon for each {name}")
     for p in group["params"]:
         if p.ndim not in (2, 3, 4) or not p.is_floating_point() or p.numel() == 0:
             given = f"{p.dtype} and shape {tuple(p.shape)}"
             raise ValueError(f"Muon takes float parameters with 2 to 4 dimensions, not {given}")
         rows = p.size(-2 if p.ndim == 3 else 0)
         blocks = group["blocks"]
-        sizes = [rows // max(1, blocks)] * blocks if isinstance(blocks, int) else blocks
-        if sum(sizes) != rows or min(sizes) < 1:
+        if isinstance(blocks, int):
+            fits = blocks > 0 and rows % blocks == 0
+        else:
+            fits = sum(blocks) == rows and min(blocks, default=0) > 0
+        if not fits:
             raise ValueError(f"{blocks=} must divide, or sum to, {rows} rows of {tuple(p.shape)}")
 
 
 def batches_of(params):
-    """Yield lists of parameters with equal shape and placements, of limited size on each rank."""
+    """Yield lists of parameters that can be stacked, of limited size on each rank."""
     alike = {}
     for p in params:
-        layout = getattr(p, "device_mesh", None), getattr(p, "placements", None)
-        alike.setdefault((p.shape, *layout), []).append(p)
-    for (shape, mesh, _), same in alike.items():
-        ranks = 1 if mesh is None else mesh.size()
-        count = ranks * max(1, stack_entries(same[0].device) // shape.numel())
+        layout = (p.device_mesh, p.placements) if is_dtensor(p) else ()
+        alike.setdefault((p.shape, p.dtype, *layout), []).append(p)
+    for same in alike.values():
+        first = same[0]
+        ranks = first.device_mesh.size() if is_dtensor(first) else 1
+        count = ranks * max(1, stack_entries(first.device) // first.numel())
         for i in range(0, len(same), count):
             yield same[i : i + count]
+
+
+def is_dtensor(p):
+    """Return whether p is a DTensor, without importing that class, which is slow."""
+    return hasattr(p, "placements")
 
 
 def stack_entries(device):

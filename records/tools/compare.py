@@ -30,6 +30,12 @@ with packages():
 ALPHA = 0.01  # a significant difference has a p below this
 
 
+def side(logs):
+    """Return the name and the runs of one side, for LOG arguments."""
+    groups = collect(logs)
+    return " + ".join(groups), [run for runs in groups.values() for run in runs]
+
+
 # ---- Checks -------------------------------------------------------------------------------------
 def differences(a, b):
     """Describe how two runs differ: settings (except MAY_VARY), source, torch."""
@@ -88,11 +94,11 @@ def check(sides, target, n):
     for what, value_of in COMPARABLE.items():
         check_equal(what, value_of, every)
     if n and len(sides) > 1:
-        (a, [first, *_]), (b, [second, *_]) = sides
+        (a, runs), (b, others) = sides
         require(
-            first.tokens <= second.tokens,
-            f"{a} read {first.tokens:,} tokens and {b} {second.tokens:,}: the first side may read "
-            f"fewer, not more",
+            runs[0].tokens <= others[0].tokens,
+            f"{a} read {runs[0].tokens:,} tokens and {b} {others[0].tokens:,}: the first side may "
+            f"read fewer, not more",
         )
 
 
@@ -217,10 +223,11 @@ def main(argv):
         "--nats_per_percent", type=float, help="loss that one per cent more steps saves"
     )
     options = parser.parse_args(argv)
-    sides = []  # (name, runs) of each
-    for logs in filter(None, (options.logs, options.against)):
-        groups = collect(logs)
-        sides.append((" + ".join(groups), [run for runs in groups.values() for run in runs]))
+    sides = [side(options.logs)]
+    if options.against:
+        sides.append(side(options.against))
+        if sides[0][0] == sides[1][0]:
+            sides = [("first", sides[0][1]), ("second", sides[1][1])]
     check(sides, options.target, options.n)
     groups = [(name, [run.val_loss for run in runs]) for name, runs in sides]
     print(losses_table(groups))

@@ -81,7 +81,7 @@ def collect(arguments):
     for name, run in named.values():
         label = run.label
         if folders[label] > 1:
-            label = f"{run.path.parent.name}/{label}"
+            label = f"{run.path.parent}/{label}"
         groups.setdefault(name or label, []).append(run)
     for runs in groups.values():
         runs.sort(key=lambda run: run.seed)
@@ -194,10 +194,12 @@ def renewed(text):
         if line.startswith("<!-- python "):
             arguments = shlex.split(line.removeprefix("<!-- python ").removesuffix("-->\n"))
             tool = [sys.executable, *arguments]
-            printed = subprocess.run(tool, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
-            require(printed, f"this command of a README prints nothing: {line.strip()}")
-            lines.append(printed)
+            done = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True)
+            works = done.stdout and not done.stderr
+            require(works, f"this command of a README fails: {line.strip()} {done.stderr}")
+            lines.append(done.stdout)
             in_table = True
+    require(not in_table, "the last generated table has no line <!-- end -->")
     return "".join(lines)
 
 

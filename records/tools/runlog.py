@@ -216,8 +216,7 @@ def read(path):
             values = [start.facts[name] for start in starts if name in start.facts]
             if values:
                 last.facts[name] = ", ".join(dict.fromkeys(values))
-        if len({start.settings["seed"] for start in starts}) > 1:
-            raise ValueError("another seed")
+        seeds = sorted({start.settings["seed"] for start in starts})
         run = Run(
             path=path,
             source=last.source,
@@ -232,8 +231,9 @@ def read(path):
     except Exception:  # a damaged log can raise almost any type
         raise ValueError(
             f"{path} is not the log of a training run: it must hold the script's source and its "
-            f"hyperparameters and, if it was resumed, always the same seed"
+            f"hyperparameters"
         ) from None
+    require(len(seeds) == 1, f"{path} holds runs with the seeds {seeds}: a log has one run")
     return run
 
 
