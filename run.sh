@@ -36,7 +36,8 @@ missing() {  # print the first package that an interpreter lacks, from the last 
 from importlib.metadata import version
 for name in sys.argv[1:]:
     version(name)
-assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is older than 2.5'" \
+assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is older than 2.5'
+assert int(version('huggingface_hub').split('.')[0]) >= 1, 'huggingface_hub is older than 1'" \
         $names 2>&1 | tail -n 1 | sed 's/.*: //' || true
 }
 is_new() { "$1" -c "import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null; }
@@ -47,6 +48,8 @@ if [ -n "$(missing "$python")" ]; then
     venv=$root/.venv
     is_new "$venv/bin/python" || "$python" -m venv --clear "$venv"
     if [ -n "$(missing "$venv/bin/python")" ]; then
+        "$venv/bin/python" -m pip --version >/dev/null ||
+            fail "$venv has no pip, perhaps because its creation was interrupted or the system lacks python3-venv: delete it, and start again"
         echo "$python: $(missing "$python"); installing the packages into $venv"
         "$venv/bin/python" -m pip install -r "$root/${requirements##* }"  # the last file includes the others
     fi

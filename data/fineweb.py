@@ -45,6 +45,12 @@ def confirm(size, folder):
         )
 
 
+def has_part(folder, count):
+    """Return whether a folder holds a shard with the first `count` tokens."""
+    path = folder / train_shard(1)
+    return path.exists() and path.stat().st_size == HEADER_BYTES + 2 * count
+
+
 def fetch_part(folder, count):
     """Write the first `count` tokens of the first training shard as a shard of their own."""
     headers = build_hf_headers() | {"Range": f"bytes=0-{HEADER_BYTES + 2 * count - 1}"}
@@ -64,11 +70,11 @@ def download(folder, names, part):
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if part:
-            fetch_part(folder, part)
-        else:
+        if not part:
             for name in names:
                 hf_hub_download(filename=name, local_dir=folder, **SOURCE)
+        elif not has_part(folder, part):
+            fetch_part(folder, part)
     except Exception as error:  # of huggingface_hub, hf_xet, httpx or the disk
         error = error.__cause__ or error  # the cause says more than huggingface_hub's message
         reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -85,7 +91,7 @@ def fetch(folder, shards=0, part=0, yes=False):
     ValueError with one sentence if the user does not agree or the download fails.
     """
     if part:
-        names, size = [train_shard(1)], 2 * part
+        names, size = [train_shard(1)], 0 if has_part(folder, part) else 2 * part
     else:
         names = [VALIDATION, *map(train_shard, range(1, min(LAST_SHARD, shards) + 1))]
         size = SHARD_BYTES * sum(not (folder / name).exists() for name in names)
@@ -103,7 +109,7 @@ def main():
     )
     add = parser.add_argument
     add("--out", type=Path, help="folder (default: data/fineweb10B, or data/fineweb_part)")
-    add("--shards", type=int, default=27, help="training shards (default: 27, for record 7)")
+    add("--shards", type=int, default=27, help="1 to 103 (default: 27, for record 7)")
     add("--part", type=int, default=0, metavar="TOKENS", help="first tokens of one training shard")
     add("--yes", action="store_true", help="download without asking")
     args = parser.parse_args()

@@ -173,6 +173,7 @@ def test_a_part_of_a_shard_is_a_shard_of_its_own(hub):
     assert hub.run("--yes", "--part=1000")[0] == 0
     expected = write_shard(hub.folder / "expected", np.arange(1, 1001)).read_bytes()
     assert hub.contents() == {TARGET: expected}
+    assert hub.run("--part=1000", port=9)[0] == 0  # complete: without a question or the hub
     code, _, stderr = hub.run("--yes", "--part=50001")
     assert code == 1 and "50000 tokens arrived instead of 50001" in stderr
     assert hub.contents() == {TARGET: expected}

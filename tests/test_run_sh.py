@@ -182,6 +182,19 @@ def test_an_old_python_is_refused_and_its_environment_is_replaced(clone):
     assert commands(lines)[0] == "-m venv --clear .venv"
 
 
+def test_an_environment_without_pip_is_kept_and_named(clone):
+    """An interrupted `python -m venv` leaves one behind, and so does a system without ensurepip."""
+    without_pip = STUB.replace("*-c*) ;;", "*importlib*) echo torch ;;\n*-c*) ;;\n*pip*) exit 1 ;;")
+    (clone / ".venv/bin").mkdir(parents=True)
+    for path in clone / "python", clone / ".venv/bin/python":
+        path.write_text(without_pip)
+        path.chmod(0o755)
+    status, lines, stderr = run_sh(clone)
+    assert (status, commands(lines)) == (1, [])
+    assert ".venv has no pip" in stderr and "delete it, and start again" in stderr
+    assert (clone / ".venv/bin/python").read_text() == without_pip
+
+
 @pytest.mark.parametrize("word", ["weights", "runlog", "trian"])
 def test_what_is_no_tool_is_rejected(word, clone):
     """Nor are the modules of the tools."""

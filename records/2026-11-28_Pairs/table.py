@@ -70,6 +70,13 @@ def verdict_of(row, mean, p):
     return ("same sign" if sign * mean > 0 else "OPPOSITE SIGN") + " as public"
 
 
+def reach_of(differences):
+    """Return half the width of the 95% interval of the mean."""
+    deviation = statistics.stdev(differences)
+    t = stats.t.ppf(0.975, len(differences) - 1)
+    return t * deviation / math.sqrt(len(differences))
+
+
 def nats_per_percent():
     """Return the loss that one per cent more steps gains, or None before the runs are made.
 
@@ -101,7 +108,7 @@ def main():
     for row in sorted(tested, key=lambda row: -statistics.mean(tested[row])):
         d = tested[row]
         mean, deviation = statistics.mean(d), statistics.stdev(d)
-        reach = stats.t.ppf(0.975, len(d) - 1) * deviation / math.sqrt(len(d))
+        reach = reach_of(d)
         steps = f"{per_cent_of_steps(mean, price):+.1f}%" if price else ""
         interval = f"{mean - reach:+.4f} to {mean + reach:+.4f}"
         cells = [row, PUBLIC[row][0], f"{mean:+.4f}", steps, f"{deviation:.4f}", interval]
@@ -113,11 +120,17 @@ def main():
     resolved = [row for row in complete if corrected[row] < 0.05]
     signs = [row for row in tested if PUBLIC[row][1] is not None]
     same = [row for row in signs if PUBLIC[row][1] * statistics.mean(tested[row]) > 0]
+    clear = [row for row in signs if abs(statistics.mean(tested[row])) > reach_of(tested[row])]
+    clear_same = [row for row in clear if row in same]
     if complete:
         print(f"\n{len(resolved)} of the {len(complete)} complete rows are resolved at 0.05.")
     else:
         print("\nNo row is complete yet.")
-    print(f"{len(same)} of {len(signs)} mean differences have the sign of the public records.")
+    print(
+        f"{len(same)} of {len(signs)} mean differences have the sign of the public records, ",
+        end="",
+    )
+    print(f"and {len(clear_same)} of the {len(clear)} whose interval excludes 0.")
     for (name, seed), reason in FAILED.items():
         print(f"{name} with seed {seed} was not finished: {reason}.")
 
