@@ -7,7 +7,7 @@ A shard holds 100M GPT-2 tokens in 0.2 GB. Record 7 reads 27 training shards. Th
 it downloads, unless --yes is given. huggingface_hub retries, resumes and checks the size of what
 arrives: a shard gets its name only when it is complete. Complete shards are kept; one that differs
 from the original is downloaded again. After an error or an interruption, run the same command
-again.
+again. A part is kept if its size is right; delete it to download it again.
 """
 
 import argparse
@@ -91,7 +91,8 @@ def fetch(folder, shards=0, part=0, yes=False):
     ValueError with one sentence if the user does not agree or the download fails.
     """
     if part:
-        names, size = [train_shard(1)], 0 if has_part(folder, part) else 2 * part
+        names = [train_shard(1)]
+        size = 0 if has_part(folder, part) else 2 * part
     else:
         names = [VALIDATION, *map(train_shard, range(1, min(LAST_SHARD, shards) + 1))]
         size = SHARD_BYTES * sum(not (folder / name).exists() for name in names)
@@ -109,7 +110,7 @@ def main():
     )
     add = parser.add_argument
     add("--out", type=Path, help="folder (default: data/fineweb10B, or data/fineweb_part)")
-    add("--shards", type=int, default=27, help="1 to 103 (default: 27, for record 7)")
+    add("--shards", type=int, default=27, help="at most 103 (default: 27, for record 7)")
     add("--part", type=int, default=0, metavar="TOKENS", help="first tokens of one training shard")
     add("--yes", action="store_true", help="download without asking")
     args = parser.parse_args()

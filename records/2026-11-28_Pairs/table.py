@@ -70,11 +70,11 @@ def verdict_of(row, mean, p):
     return ("same sign" if sign * mean > 0 else "OPPOSITE SIGN") + " as public"
 
 
-def reach_of(differences):
+def reach_of(values):
     """Return half the width of the 95% interval of the mean."""
-    deviation = statistics.stdev(differences)
-    t = stats.t.ppf(0.975, len(differences) - 1)
-    return t * deviation / math.sqrt(len(differences))
+    deviation = statistics.stdev(values)
+    t = stats.t.ppf(0.975, len(values) - 1)
+    return t * deviation / math.sqrt(len(values))
 
 
 def nats_per_percent():
@@ -120,8 +120,8 @@ def main():
     resolved = [row for row in complete if corrected[row] < 0.05]
     signs = [row for row in tested if PUBLIC[row][1] is not None]
     same = [row for row in signs if PUBLIC[row][1] * statistics.mean(tested[row]) > 0]
-    clear = [row for row in signs if abs(statistics.mean(tested[row])) > reach_of(tested[row])]
-    clear_same = [row for row in clear if row in same]
+    excludes_0 = [row for row in signs if abs(statistics.mean(tested[row])) > reach_of(tested[row])]
+    excludes_0_same = [row for row in excludes_0 if row in same]
     if complete:
         print(f"\n{len(resolved)} of the {len(complete)} complete rows are resolved at 0.05.")
     else:
@@ -130,7 +130,7 @@ def main():
         f"{len(same)} of {len(signs)} mean differences have the sign of the public records, ",
         end="",
     )
-    print(f"and {len(clear_same)} of the {len(clear)} whose interval excludes 0.")
+    print(f"and {len(excludes_0_same)} of the {len(excludes_0)} whose interval excludes 0.")
     for (name, seed), reason in FAILED.items():
         print(f"{name} with seed {seed} was not finished: {reason}.")
 

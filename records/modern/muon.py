@@ -202,7 +202,7 @@ class Muon(torch.optim.Optimizer):
         if self.process_group is None and is_distributed and dist.get_world_size() > 1:
             advice = "if they hold the same parameters, pass process_group"
             sentence = f"the ranks do not share the work of Muon: {advice}"
-            warnings.warn(sentence, stacklevel=5)  # names the line that calls step()
+            warnings.warn(sentence, stacklevel=5)  # of the caller of step()
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         # Each rank fills the slots of its own parameters; the sum over the ranks has all updates.

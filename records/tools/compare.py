@@ -5,7 +5,8 @@
 
 LOG as for report.py. Runs of one seed read the same batches and, if their weights have the same
 shapes, start from the same weights. So if both sides have the same seeds, the test is on the
-differences of the pairs; if they have no seed in common, it is Welch's test.
+differences of the pairs; if they have no seed in common, it is Welch's test. Two sides of one name
+are called first and, after --against, second.
 
 --n is the number of runs per side that was fixed before the runs. Without it there is no verdict,
 and the exit status is 0. With it, the verdict is "Significant" and the status 0 if the one-sided p

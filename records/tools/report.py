@@ -75,7 +75,7 @@ def collect(arguments):
         for run in runs:
             require(run.path.resolve() not in named, f"{run.path} is named twice")
             named[run.path.resolve()] = name, run
-    places = {(run.label, run.path.parent) for _, run in named.values()}
+    places = {(run.label, run.path.resolve().parent) for _, run in named.values()}
     folders = Counter(label for label, _ in places)
     groups = {}
     for name, run in named.values():
@@ -192,10 +192,11 @@ def renewed(text):
         if not in_table:
             lines.append(line)
         if line.startswith("<!-- python "):
+            require(not in_table, f"the table before this line has no <!-- end -->: {line.strip()}")
             arguments = shlex.split(line.removeprefix("<!-- python ").removesuffix("-->\n"))
             tool = [sys.executable, *arguments]
             done = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True)
-            works = done.stdout and not done.stderr
+            works = done.stdout and not done.stderr and done.returncode in (0, 1)
             require(works, f"this command of a README fails: {line.strip()} {done.stderr}")
             lines.append(done.stdout)
             in_table = True
