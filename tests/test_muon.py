@@ -582,7 +582,7 @@ def test_parameters_of_one_group_may_have_several_dtypes(options):
     mixed, alone = make_parameters([(16, 16)] * 3), make_parameters([(16, 16)] * 3)
     for params in mixed, alone:
         params[1].data = params[1].data.bfloat16()
-    muons = [Muon(params, **options) for params in (mixed, *([p] for p in alone))]
+    muons = [Muon(params, lr=0.02, **options) for params in (mixed, *([p] for p in alone))]
     for step in range(2):
         set_gradients(mixed, step)
         set_gradients(alone, step)

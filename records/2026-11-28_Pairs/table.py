@@ -126,11 +126,8 @@ def main():
         print(f"\n{len(resolved)} of the {len(complete)} complete rows are resolved at 0.05.")
     else:
         print("\nNo row is complete yet.")
-    print(
-        f"{len(same)} of {len(signs)} mean differences have the sign of the public records, ",
-        end="",
-    )
-    print(f"and {len(excludes_0_same)} of the {len(excludes_0)} whose interval excludes 0.")
+    print(f"{len(same)} of {len(signs)} mean differences have the sign of the public records.")
+    print(f"So do {len(excludes_0_same)} of the {len(excludes_0)} whose interval excludes 0.")
     for (name, seed), reason in FAILED.items():
         print(f"{name} with seed {seed} was not finished: {reason}.")
 
