@@ -127,7 +127,7 @@ def main():
     else:
         print("\nNo row is complete yet.")
     print(f"{len(same)} of {len(signs)} mean differences have the sign of the public records.")
-    print(f"So do {len(excludes_0_same)} of the {len(excludes_0)} whose interval excludes 0.")
+    print(f"Of the {len(excludes_0)} whose interval excludes 0, {len(excludes_0_same)} have it.")
     for (name, seed), reason in FAILED.items():
         print(f"{name} with seed {seed} was not finished: {reason}.")
 

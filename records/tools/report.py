@@ -200,7 +200,7 @@ def renewed(text):
             require(works, f"this command of a README fails: {line.strip()} {done.stderr}")
             lines.append(done.stdout)
             in_table = True
-    require(not in_table, "the last generated table has no line <!-- end -->")
+    require(not in_table, "the last generated table has no <!-- end -->")
     return "".join(lines)
 
 
