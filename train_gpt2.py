@@ -1,7 +1,7 @@
 """Train GPT-2 124M to a validation loss of 3.28 on FineWeb, in a single file.
 
     torchrun --standalone --nproc_per_node=8 train_gpt2.py      # 8 GPUs
-    python train_gpt2.py                                        # one GPU
+    python train_gpt2.py                                        # one GPU (24 GB: --preset=24gb)
     python train_gpt2.py --preset=cpu                           # a small byte-level GPT, on a CPU
     python train_gpt2.py --help                                 # all settings and presets
 
@@ -10,7 +10,8 @@ The data must exist: `bash run.sh` first prepares the data and then starts this 
 This reimplements record 7 (October 2024, 12.0 minutes on 8xH100) of the public NanoGPT speedrun,
 github.com/KellerJordan/modded-nanogpt. It has not been run on a GPU yet. Numerical differences: the
 residual stream is bfloat16, QK-norm's epsilon is 2^-23 (2^-7 with the PyTorch of record 7), the
-rotary tables are float32, and a sequence may continue in the next data file. It needs Linux or
+rotary tables are float32, the first batch is used once (record 7 trains on it twice), and a
+sequence may continue in the next data file (record 7 skips the rest of a file). It needs Linux or
 macOS, numpy, Python 3.10 or newer, and torch 2.5 or newer.
 
 Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery below.
@@ -70,7 +71,7 @@ class Hyperparameters:
     """
 
     # Model
-    vocab_size: int = setting(50304, "vocabulary size; packed data override this default")
+    vocab_size: int = setting(50304, "vocabulary size; data packed with data/pack.py set theirs")
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(6, "attention heads; GPT-2 has 12, record 7 has 6")
     n_embd: int = setting(768, "model width")
@@ -242,9 +243,10 @@ class GPT(nn.Module):
 
 
 def loss_or_logits(x, head, targets=None, softcap=0.0):
-    """Return the mean cross-entropy of the logits head(x), or the logits if targets is None.
+    """Return the mean cross-entropy of the logits head(x) in nats, or the logits without targets.
 
-    x: (B, T, C). head: a CastedLinear. targets: (B, T). Only train_modern.py sets softcap.
+    The result is float32. x: (B, T, C). head: a CastedLinear. targets: (B, T), where -1 is
+    ignored. Only train_modern.py sets softcap.
     """
     if targets is None:
         return soft_capped(head(x), softcap)
@@ -264,21 +266,23 @@ def soft_capped(logits, softcap):
 class LinearCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of the logits x @ weight.T, like F.cross_entropy, with less memory.
 
-    All logits of 64 x 1024 tokens of GPT-2 would take 13.2 GB, so a large input is handled in
-    chunks of tokens. forward() also computes the gradients of a chunk, while it has the logits;
-    backward() only multiplies them by grad_loss. The gradient of the logits is softmax minus
-    one-hot. x: (N, C), weight: (V, C), targets: (N,), where -1 is ignored.
+    In float32, all logits of 64 x 1024 tokens of GPT-2 would take 13.2 GB, so a large input is
+    handled in chunks of tokens. forward() also computes the gradients of a chunk, while it has the
+    logits; backward() only multiplies them by grad_loss. The gradient of the logits is softmax
+    minus one-hot. x: (N, C), weight: (V, C), targets: (N,), where -1 is ignored.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
-        count = (targets != -1).sum().clamp(min=1)  # in evaluate(), all may be padding
+        count = (targets != -1).sum().clamp(min=1)  # not 0, even if all targets are ignored
         # More chunks save more memory, but chunks below 512 x 50304 logits are slow on CPUs.
         max_chunks = 2 if x.is_cuda else 8  # neither value is tuned
-        chunks = max(1, min(max_chunks, len(x) * len(weight) // (512 * 50304)))
-        loss = grad_weight = 0.0
+        large_chunks = len(x) * len(weight) // (512 * 50304)
+        chunks = min(max_chunks, max(1, large_chunks))
+        loss = 0.0
+        grad_weight = 0.0
         grad_x = []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
             capped = soft_capped(F.linear(x_i, cast_weight), softcap)
@@ -307,10 +311,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 def orthogonalize(G):
     """Return approximately U V^T for a matrix G = U S V^T, by five Newton-Schulz iterations.
 
-    G: (M, N), float32 or bfloat16; matmuls and the result have its dtype. X starts as G / |G|. With
-    R = X X^T, an iteration sets X = a*X + b*R X + c*R R X, which maps each singular value s of X to
-    a*s + b*s^3 + c*s^5. After five iterations, most of them lie between 0.7 and 1.2.
-    Source: https://kellerjordan.github.io/posts/muon/
+    G: (M, N), float32 or bfloat16; matmuls and the result have its dtype. X starts as G divided by
+    its Frobenius norm. With R = X X^T, an iteration sets X = a*X + b*R X + c*R R X, which maps each
+    singular value s of X to a*s + b*s^3 + c*s^5. After five iterations, most of them lie between
+    0.7 and 1.2. Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     # Makes all singular values at most 1. In float32, the squares of large entries would overflow.
@@ -330,7 +334,7 @@ class Muon(torch.optim.Optimizer):
 
     lr: learning rate, about the RMS of an update. momentum: decay of the moving average of
     gradients. dtype: dtype of the matmuls; the updates are rounded to bfloat16, to send half as
-    much. Every rank must hold all parameters and their complete gradients.
+    much. Every rank must hold all parameters and their gradients, summed over the ranks.
 
     Each matrix has a slot in a flat bfloat16 buffer of zeros. Each rank orthogonalizes some of the
     matrices and writes the updates into their slots. An all-reduce then gives all updates to every
@@ -402,9 +406,10 @@ class TokenStream:
     def __init__(self, pattern, vocab_size):
         self.vocab_size = vocab_size
         folder, name = os.path.split(pattern)
+        # The folder has no wildcards, because its manifest.json describes all shards.
         self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            fix = "prepare the data, for example with data/fineweb.py; only files take wildcards"
+            fix = "prepare the data, for example with data/fineweb.py; no wildcards in folders"
             raise UserError(f"no file matches {pattern!r}: {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
@@ -481,7 +486,7 @@ class DistributedDataLoader:
 
 @functools.lru_cache(2)  # a batch may span two epochs
 def shuffled_starts(seed, epoch, total_tokens, T):
-    """Return the positions at which the sequences of an epoch start, in random order.
+    """Return the positions at which an epoch's sequences start, in random order, int64.
 
     The stream is treated as a ring, which is cut into total_tokens // T sequences, starting at a
     random offset in [0, T). The remaining total_tokens % T tokens are skipped in this epoch.
@@ -503,7 +508,8 @@ def inputs_and_targets(sequences, device):
 def build_optimizers(model, args):
     """Return record 7's optimizers: Muon for the matrices of the blocks, AdamW for the rest."""
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p not in set(matrices)]
+    in_muon = set(matrices)
+    others = [p for p in model.parameters() if p not in in_muon]
     muon = Muon(
         matrices,
         lr=args.muon_learning_rate,
@@ -527,35 +533,12 @@ def apply_schedule(model, optimizers, step, args):
             group["lr"] = group["initial_lr"] * scale  # initial_lr is what build_optimizers chose
 
 
-class Recipe(NamedTuple):
-    """The parts that another script, such as records/modern/train_modern.py, can replace."""
-
-    script: str  # path from the folder of train_gpt2.py, saved in .pt files for the tools
-    sources: dict  # {file name: text} of the script's files, for the log
-    settings: type  # Hyperparameters, or a subclass with more settings
-    presets: dict
-    build_model: Callable  # (args, dtype) -> model; train_step calls model(inputs, targets)
-    build_optimizers: Callable  # (model, args) -> list of optimizers
-    apply_schedule: Callable  # (model, optimizers, step, args), called before each step
-
-
-RECIPE = Recipe(
-    script=Path(__file__).name,
-    sources={"train_gpt2.py": SOURCE},
-    settings=Hyperparameters,
-    presets=PRESETS,
-    build_model=GPT,
-    build_optimizers=build_optimizers,
-    apply_schedule=apply_schedule,
-)
-
-
 def train_step(run, inputs, targets):
     """Collective: take one optimizer step. Return a dict of 0-D tensors.
 
     run: a Run (see Main). inputs, targets: (B, T) int64, this rank's part of the global batch.
     train() needs "loss" and "stop_count" (the number of ranks that got a signal), and logs any
-    entries that you add. Does not wait for the GPU.
+    entries that you add, such as grad_norm. Does not wait for the GPU.
     """
     seed_step(run)  # for models with dropout; this one has no randomness
     loss = 0.0
@@ -573,7 +556,7 @@ def train_step(run, inputs, targets):
     sums = torch.stack([loss, torch.full_like(loss, run.stop_request.received)])
     if get_world_size() > 1:
         dist.all_reduce(sums)
-    return dict(loss=sums[0], stop_count=sums[1])  # to log more, add for example grad_norm=...
+    return dict(loss=sums[0], stop_count=sums[1])
 
 
 def sum_gradients(model):
@@ -584,7 +567,8 @@ def sum_gradients(model):
     if get_world_size() == 1:
         return
     params = [p for p in model.parameters() if p.grad is not None]
-    for dtype in dict.fromkeys(p.dtype for p in params):  # train_modern.py has two dtypes
+    # Each dtype once, in the same order on all ranks. train_modern.py has two dtypes.
+    for dtype in dict.fromkeys(p.dtype for p in params):
         members = [p for p in params if p.dtype == dtype]
         buffer = torch.cat([p.grad.flatten() for p in members])
         dist.all_reduce(buffer)
@@ -598,11 +582,11 @@ def evaluate(run):
     run.model.eval()
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     inputs, targets = inputs_and_targets(run.validation, run.device)
-    size = run.micro_batch_size
-    for x, y in zip(inputs.split(size), targets.split(size)):
+    micro_batch_size = run.micro_batch_size
+    for x, y in zip(inputs.split(micro_batch_size), targets.split(micro_batch_size)):
         sequences = len(x)
-        # Pad the last micro-batch with ignored rows, because a new shape would be recompiled.
-        padding = (0, 0, 0, size - sequences)
+        # Pad the last micro-batch with ignored rows: another shape would need another compilation.
+        padding = (0, 0, 0, micro_batch_size - sequences)
         x, y = F.pad(x, padding), F.pad(y, padding, value=-1)
         total += run.model(x, y).double() * sequences
     run.model.train()
@@ -631,6 +615,7 @@ def train(run):
     args = run.args
     batch = next_batch(run)
     while run.step < args.num_iterations and not run.stopped:
+        # Before validation, too, because train_modern.py's schedule also sets the attention window.
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         if args.val_loss_every and run.step % args.val_loss_every == 0:
             validate(run)
@@ -645,15 +630,37 @@ def train(run):
         if args.save_every and run.step % args.save_every == 0:
             save_checkpoint(run)
     if not run.stopped:
-        # The schedule of train_modern.py also sets the attention window, here to its final size.
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         validate(run)
 
 
 # ---- Main: from settings to a result -------------------------------------------------------------
+class Recipe(NamedTuple):
+    """The parts that another script, such as records/modern/train_modern.py, can replace."""
+
+    script: str  # path from the folder of train_gpt2.py, saved in .pt files for the tools
+    sources: dict  # {file name: text} of the script's files, for the log
+    settings: type  # Hyperparameters, or a subclass with more settings
+    presets: dict
+    build_model: Callable  # (args, dtype) -> model; train_step calls model(inputs, targets)
+    build_optimizers: Callable  # (model, args) -> list of optimizers
+    apply_schedule: Callable  # (model, optimizers, step, args), called before each step
+
+
+RECIPE = Recipe(
+    script=Path(__file__).name,
+    sources={"train_gpt2.py": SOURCE},
+    settings=Hyperparameters,
+    presets=PRESETS,
+    build_model=GPT,
+    build_optimizers=build_optimizers,
+    apply_schedule=apply_schedule,
+)
+
+
 @dataclasses.dataclass
 class Run:
-    """The state of a run."""
+    """The state of a run. It also has `folder`, of its checkpoints, and `tokens_to_train`."""
 
     recipe: Recipe
     args: Hyperparameters
@@ -688,7 +695,7 @@ def set_up(args, recipe, stop_request):
     train_loader, validation, val_tokens, data_facts = open_data(args, device)
     run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     dtype = choose_dtype(args, device)
-    # Replace "auto", "" and 0 with actual values: logs show them, and resumed runs must match them.
+    # Replace "auto", "" and 0 with what this run uses, for its log and for resuming it.
     args = dataclasses.replace(args, dtype=dtype, run_id=from_rank_0(run_id), val_tokens=val_tokens)
     versions = dict(torch=torch.__version__, source=digest(recipe.sources))
     check_ranks_agree(vars(args) | data_facts | versions, fix="start all ranks in the same way")
@@ -730,6 +737,7 @@ def main(args, recipe=RECIPE, stop_request=None):
         run.log(start_message)
         return None
     log_header(run, start_message)
+    run.log.seconds["setup"] = time.perf_counter() - START
     if args.compile:
         with run.log.timed("compile"):
             compile_model(run)
@@ -746,7 +754,11 @@ def main(args, recipe=RECIPE, stop_request=None):
     return run.val_loss
 
 
-# ---- Machinery: command line ---------------------------------------------------------------------
+# ---- Machinery: errors and command line ----------------------------------------------------------
+class UserError(ValueError):
+    """An error that the user can fix. It is reported in one line, without a traceback."""
+
+
 def check_settings(args):
     """Raise UserError unless the settings are in range and consistent."""
     check_at_least(args, 1, "vocab_size n_layer n_head n_embd batch_size sequence_length")
@@ -771,6 +783,15 @@ def check_at_least(args, low, names):
     for name in names.split():
         if not low <= getattr(args, name) < 2**63:  # False for NaN
             raise UserError(f"{name}={getattr(args, name)} must be at least {low} and below 2**63")
+
+
+def check_optimizers(model, optimizers):
+    """Raise UserError unless every parameter of the model is in exactly one optimizer."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    counts = Counter(p for group in groups for p in group["params"])
+    for name, p in model.named_parameters():
+        if counts[p] != 1:
+            raise UserError(f"{name} must be in exactly one optimizer: see build_optimizers")
 
 
 def parse_args(argv, recipe=RECIPE):
@@ -859,7 +880,7 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # in each pass over the data
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # for which data are needed
     if max_steps < needed_steps:
         fix = "add data or lower --batch_size"
         if not args.allow_repeat:
@@ -872,7 +893,9 @@ def open_data(args, device):
     usable = (val_stream.total_tokens - 1) // T * T
     if usable == 0:
         raise UserError(f"{args.val_files!r} has at most {T} tokens: lower --sequence_length")
-    val_tokens = args.val_tokens or min(usable, max(T, 2**18 // T * T))  # 0: about 2**18
+    val_tokens = args.val_tokens
+    if val_tokens == 0:  # about 2**18, but at least one sequence and at most all
+        val_tokens = min(usable, max(T, 2**18 // T * T))
     if val_tokens % T or val_tokens > usable:
         limit = f"a multiple of sequence_length={T} up to {usable} for {args.val_files!r}"
         raise UserError(f"val_tokens={val_tokens} must be {limit}, or 0")
@@ -914,15 +937,17 @@ def choose_dtype(args, device):
     elif torch.__version__.startswith("2.5.") and args.compile:
         has_bf16 = False  # torch 2.5 cannot compile bfloat16 for CPUs
     else:
-        has_mkldnn = torch.backends.mkldnn.is_available()  # on x86, it needs AVX-512 for bfloat16
+        # On x86, mkldnn supports bfloat16 only with AVX-512.
+        has_mkldnn = torch.backends.mkldnn.is_available()
         has_bf16 = has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return "bfloat16" if has_bf16 else "float32"
 
 
 def configure_cpu(args):
     """Set PyTorch's global options for training on a CPU."""
-    # The next two options affect CPUs, too. For sequences of up to 512 tokens in bfloat16, unfused
-    # attention is faster than flash attention (measured), if its scores stay in bfloat16.
+    # Despite their names, the next two options affect CPUs. For sequences of up to 512 tokens in
+    # bfloat16, unfused attention is faster than flash attention (measured), if its scores stay in
+    # bfloat16.
     torch.backends.cuda.enable_flash_sdp(args.sequence_length > 512)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     # Sum an embedding's gradients in a fixed order, so that runs are bit-reproducible.
@@ -934,7 +959,7 @@ def configure_cpu(args):
 
         # Recompute some activations in the backward pass: cheaper on a CPU than loading them.
         functorch_config.activation_memory_budget = 0.7
-        inductor_config.cpp.vec_isa_ok = True  # skip a test of the compiler
+        inductor_config.cpp.vec_isa_ok = True  # do not test first whether the compiler works
 
 
 def warm_up_mkl():
@@ -979,7 +1004,7 @@ def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu_info = Path("/proc/cpuinfo")
-    found = cpu_info.exists() and re.search("model name\\s*: (.*)", cpu_info.read_text())
+    found = cpu_info.exists() and re.search(r"model name\s*: (.*)", cpu_info.read_text())
     return found[1] if found else os.uname().machine
 
 
@@ -1016,7 +1041,8 @@ def join_ranks(args):
         try:
             timeout = timedelta(seconds=args.comm_timeout)
             # After a restart by torchrun --max-restarts, init_process_group() would find the
-            # addresses of the dead ranks in the store, so give each attempt its own prefix.
+            # addresses of the dead ranks in the store, so give each attempt its own prefix. This
+            # works on one node only, because each node counts its own attempts.
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             group = dict(store=store, rank=rank, world_size=world_size)
@@ -1055,8 +1081,10 @@ def check_ranks_agree(values, fix):
 
 def check_weights_agree(model):
     """Collective: raise UserError on all ranks unless they have the same weights."""
-    patterns = (p.detach().float().view(torch.int32) for p in model.parameters())
-    checksum = sum(tensor.sum(dtype=torch.int32) for tensor in patterns)  # modulo 2**32
+    checksum = 0
+    for p in model.parameters():
+        bits = p.detach().float().view(torch.int32)
+        checksum += bits.sum(dtype=torch.int32)  # modulo 2**32
     check_ranks_agree(dict(weights=checksum.item()), fix="check the hardware, and resume")
 
 
@@ -1156,7 +1184,6 @@ def log_header(run, start_message):
         f"val_tokens:{args.val_tokens} train_tokens:{run.train_loader.stream.total_tokens} {data}",
     ]
     log("\n".join([*lines, start_message]))
-    log.seconds["setup"] = time.perf_counter() - START
 
 
 def log_summary(run):
@@ -1272,7 +1299,7 @@ def claim_folder(run):
     except OSError as error:  # some network file systems have no locks
         run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")
     # Checked only after locking, because another process may have just finished this run.
-    if run.args.resume != "auto" and any(folder.glob("*.pt")):
+    if not run.args.resume and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
     with open(run.log.path, "ab") as file:  # drop an incomplete last line
         file.truncate(run.log.path.read_bytes().rfind(b"\n") + 1)
@@ -1283,7 +1310,10 @@ def restore(run):
 
     Return a line for the log that says where the weights come from.
     """
-    path = from_rank_0(newest_file(run) if run.args.resume and get_rank() == 0 else None)
+    path = None
+    if run.args.resume and get_rank() == 0:
+        path = newest_file(run)
+    path = from_rank_0(path)
     if path:
         state = load_weights(run, path, run.fixed)
         run.step, run.val_loss = state["step"], state["val_loss"]
@@ -1302,7 +1332,8 @@ def restore(run):
             optimizer.load_state_dict(state_dict)
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
-        expected = {name: run.fixed[name] for name in ("n_head", "encoding")}  # not in the shapes
+        # The shapes of the weights do not depend on these two.
+        expected = {name: run.fixed[name] for name in ("n_head", "encoding")}
         load_weights(run, run.args.init, expected)
     return f"starting from {run.args.init or 'new weights'}"
 
@@ -1344,20 +1375,7 @@ def load_weights(run, path, expected):
     return state
 
 
-# ---- Machinery: errors and start -----------------------------------------------------------------
-class UserError(ValueError):
-    """An error that the user can fix. It is reported in one line, without a traceback."""
-
-
-def check_optimizers(model, optimizers):
-    """Raise UserError unless every parameter of the model is in exactly one optimizer."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    counts = Counter(p for group in groups for p in group["params"])
-    for name, p in model.named_parameters():
-        if counts[p] != 1:
-            raise UserError(f"{name} must be in exactly one optimizer: see build_optimizers")
-
-
+# ---- Machinery: start ----------------------------------------------------------------------------
 def describe_failure(error):
     """Return a message for the user: one line, or a traceback for a bug."""
     if isinstance(error, UserError):
