@@ -48,6 +48,14 @@ def test_a_copy_in_an_empty_folder_finishes_a_run_of_the_repository(tiny, tmp_pa
     assert sorted(os.listdir(alone)) == ["logs", "train_gpt2.py"]
 
 
+def test_text_files_are_read_and_written_as_utf_8_whatever_the_locale():
+    for path in SCRIPT, *ROOT.glob("data/*.py"), *ROOT.glob("records/*/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if getattr(getattr(node, "func", None), "attr", "") in ("read_text", "write_text"):
+                known = "encoding" in [keyword.arg for keyword in node.keywords]
+                assert known or ast.unparse(node).startswith("cpu_info."), (path, node.lineno)
+
+
 # Imports what train_gpt2.py imports first, so that only the effects of the file itself show.
 IMPORT = """
 import json, os, signal, sys
@@ -66,14 +74,6 @@ assert seen() == before, (before, seen())
 assert "torch._dynamo" not in sys.modules, "it is slow to import and sets an environment variable"
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
 """
-
-
-def test_text_files_are_read_and_written_as_utf_8_whatever_the_locale():
-    for path in SCRIPT, *ROOT.glob("data/*.py"), *ROOT.glob("records/*/*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if getattr(getattr(node, "func", None), "attr", "") in ("read_text", "write_text"):
-                known = "encoding" in [keyword.arg for keyword in node.keywords]
-                assert known or ast.unparse(node).startswith("cpu_info."), (path, node.lineno)
 
 
 def test_importing_it_has_no_side_effects(tmp_path):

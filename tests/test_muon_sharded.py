@@ -109,7 +109,7 @@ def with_all_options(rank, world_size, function, *arguments):
 @pytest.mark.parametrize(
     "shape, where",  # of the mesh, and placements on it
     [
-        ((2,), [Shard(0)]), ((3,), [Shard(0)]), ((4,), [Shard(0)]), ((3,), [Shard(1)]),
+        ((2,), [Shard(0)]), ((3,), [Shard(0)]), ((3,), [Shard(1)]),
         ((2,), [Replicate()]), ((2, 2), [Replicate(), Shard(0)]), ((2, 2), [Shard(0), Shard(1)]),
     ],
 )  # fmt: skip
@@ -215,9 +215,8 @@ def test_a_rank_outside_the_mesh_does_nothing(tmp_path):
     run_ranks(step_beside_a_mesh, 3, tmp_path / "ranks")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sharded_and_whole_parameters_may_share_a_group(world_size, tmp_path):
-    run_ranks(steps_of_a_mixed_group, world_size, tmp_path / "ranks")
+def test_sharded_and_whole_parameters_may_share_a_group(tmp_path):
+    run_ranks(steps_of_a_mixed_group, 3, tmp_path / "ranks")
 
 
 # ---- A transformer, as people train it -----------------------------------------------------------

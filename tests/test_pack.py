@@ -348,7 +348,7 @@ def test_copies_are_counted_and_never_in_both_splits(tmp_path, capsys):
 
 
 # ---- What is in the folder already ---------------------------------------------------------------
-def test_and_7_a_pack_that_fails_changes_nothing(tmp_path):
+def test_a_pack_that_fails_changes_nothing(tmp_path):
     lines, out = write_lines(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
     packed(out, lines)
     (tmp_path / "b.txt").write_bytes(b"\xff")

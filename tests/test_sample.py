@@ -168,13 +168,10 @@ def test_a_folder_gives_the_weights_of_its_end_and_no_name_the_newest_file(tmp_p
     assert weights.find("").name == "best.pt"
 
 
-def test_the_command_prints_samples_or_one_sentence(plain_run):
+def test_the_command_prints_samples(plain_run):
     """Importing the compiler would take seconds. PYTHONPROFILEIMPORTTIME prints all imports."""
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     arguments = "for", "--tokens=5", f"--weights={plain_run}"
     done = run_tool("sample.py", *arguments, env=environment)
     assert done.returncode == 0 and done.stdout.startswith("for")
     assert "torch.nn" in done.stderr and "torch._dynamo" not in done.stderr
-    done = run_tool("sample.py", "for", "--weights=nowhere")
-    assert done.returncode == 1 and not done.stdout and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("sample.py: nowhere holds no weights")
