@@ -4,6 +4,9 @@
     python records/modern/train_modern.py --preset=small      # English, on a CPU
     python records/modern/train_modern.py --preset=text       # your own text, packed into data/mine
 
+The data must exist: `bash run.sh modern --preset=small`, for example, first prepares the data and
+then starts this file.
+
 This file defines a model (by default as wide as GPT-2; 539M parameters, most of them in embedding
 tables), its optimizers and their schedule. The data, the training loop, the log and the checkpoints
 are those of train_gpt2.py, which also explains the shape letters (B, T, C, ...). "Record 62" is one
@@ -51,12 +54,14 @@ MIN_MOMENTUM = 0.85  # of Muon, at the start and at the end
 
 @dataclasses.dataclass(frozen=True)
 class ModernSettings(Hyperparameters):
-    """The settings of train_gpt2.py and of the modern model.
+    """All settings of a run: those of train_gpt2.py and of the modern model.
 
-    modern() sets the sizes, Muon's learning rate and Muon's weight decay for every preset.
+    Each preset sets the sizes and Muon's learning rate and weight decay, which depend on the width.
+    Pass --name=value to override a preset.
     """
 
     learning_rate: float = setting(0.008, "AdamW learning rate of the output head")
+    # modern() replaces this default and that of muon_weight_decay in every preset.
     muon_learning_rate: float = setting(0.03 / 768**0.5, "RMS of a Muon update")
     warmdown_fraction: float = setting(0.55, "final part, where learning rates decay")
     attention_window: int = setting(
@@ -78,7 +83,7 @@ class ModernSettings(Hyperparameters):
         check_at_least(self, 0, "attention_window document_token ngram_rows final_lr_fraction")
         check_at_least(self, 0, "embedding_learning_rate muon_weight_decay")
         check_at_least(self, 0, "momentum_warmup_fraction momentum_cooldown_fraction")
-        check_at_least(self, GATE_CHANNELS, "n_embd")
+        check_at_least(self, GATE_CHANNELS, "n_embd")  # read by the value gates
         check_at_least(self, 2, "max_ngram")
         if self.attention_window and self.sequence_length % BLOCK:
             multiple = f"a multiple of {BLOCK} with --attention_window"
@@ -89,14 +94,17 @@ class ModernSettings(Hyperparameters):
 
 
 def modern(width, **changes):
-    """Return a preset for n_embd=width. --n_embd alone would keep the rates of this width."""
+    """Return a preset for n_embd=width.
+
+    Passing --n_embd alone would keep n_head, and Muon's learning rate and weight decay.
+    """
     return dict(
         n_layer=11, n_head=max(1, width // 128), n_embd=width, device_batch_size=1,
         num_iterations=1950,
-        # The RMS of an update. U V^T has an RMS of 1 / sqrt(C) or, in the MLP, 1 / sqrt(4C). The
-        # public learning rates, 0.03 and 0.06, multiply U V^T, so both give this RMS.
+        # The RMS of an update. The public records multiply U V^T by a learning rate of 0.03 or, in
+        # the MLP, 0.06. Its RMS is 1 / sqrt(C) or, in the MLP, 1 / sqrt(4C), so both give this.
         muon_learning_rate=0.03 / width**0.5,
-        # A step decays weights by lr * weight_decay = 1.2 * 0.03 * 0.03 of their value. The public
+        # A step multiplies weights by 1 - lr * weight_decay, here 1 - 0.03 * 1.2 * 0.03. The public
         # decay is the same for C x C matrices, and twice as large for those of the MLP.
         muon_weight_decay=1.2 * 0.03 * width**0.5,
     ) | changes  # fmt: skip
@@ -185,8 +193,8 @@ def attention_mask(documents, window_blocks):
     documents: (B, T), the document index of each token, non-decreasing. window_blocks: 0-D tensor;
     a token sees its own block and the window_blocks - 1 blocks before it.
     """
-    # Compiled for a GPU, FlexAttention skips invisible blocks, but it needs complete blocks. In all
-    # other cases, use a dense mask, which takes O(T^2) memory.
+    # FlexAttention skips invisible blocks, but it needs complete blocks, and without compilation it
+    # would store all scores. In other cases, use a dense mask, which takes O(T^2) memory.
     use_flex = documents.is_cuda and torch.compiler.is_compiling()
     if use_flex and documents.size(1) % BLOCK == 0:
         return block_mask(documents, window_blocks)
@@ -197,7 +205,8 @@ def dense_mask(documents, window_blocks):
     """Return a mask for F.scaled_dot_product_attention: bool, (B, 1, T, T)."""
     position = torch.arange(documents.size(1), device=documents.device)
     query, key = position[:, None], position
-    near = query // BLOCK < key // BLOCK + window_blocks  # avoids an int64 (T, T) difference
+    # As in block_mask, but without a difference, which would take 8 bytes for each of T x T pairs.
+    near = query // BLOCK < key // BLOCK + window_blocks
     same_document = documents[:, :, None] == documents[:, None, :]
     return ((key <= query) & near & same_document)[:, None]
 
@@ -252,25 +261,25 @@ class ModernBlock(nn.Module):
 class NgramTable(nn.Module):
     """An embedding table of n-grams: a hash of the last n tokens selects a row.
 
-    The embedding of a position is the sum of its rows for n = 2, 3, ... max_ngram. An n-gram may
-    begin in an earlier document.
+    The embedding of a position is the sum of its rows for n = 2, 3, ... max_ngram, which share the
+    table. An n-gram may begin in an earlier document.
     """
 
     def __init__(self, args, dtype):
         super().__init__()
         self.max_ngram = args.max_ngram
-        zeros = torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype)  # record 62
-        self.weight = nn.Parameter(zeros)
+        # Initially 0, as in record 62
+        self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype))
 
     def forward(self, tokens):  # (B, T) to (B, T, C)
-        hashed = tokens  # of the n-gram that ends at each position; n grows in the loop
+        hashes = tokens  # of the n-gram that ends at each position; n grows in the loop
         rows = []
         for distance in range(1, self.max_ngram):
             # The tokens `distance` positions earlier, with zeros before the sequence.
             earlier = F.pad(tokens, (distance, 0))[:, : tokens.size(1)]
             # Without + 1, the n-grams 00, 000, ... would all hash to 0. Integers may wrap around.
-            hashed = hashed * 1000003 + earlier + 1
-            rows.append(hashed % len(self.weight))
+            hashes = hashes * 1000003 + earlier + 1
+            rows.append(hashes % len(self.weight))
         rows = torch.stack(rows, dim=-1)  # (B, T, max_ngram - 1)
         return F.embedding(rows, self.weight).sum(2)
 
@@ -278,9 +287,8 @@ class NgramTable(nn.Module):
 class ModernGPT(nn.Module):
     """A GPT with ideas from later public records, for any number of layers.
 
-    The input of a block is a learned weighted sum of the residual stream, the token embeddings (x0)
-    and the n-gram embeddings. Activations and embedding tables have the given dtype; other weights
-    are float32. records/2026-11-26_Modern_model names the record that each part comes from.
+    Activations and embedding tables have the given dtype; other weights are float32.
+    records/2026-11-26_Modern_model names the record that each part comes from.
     """
 
     def __init__(self, args, dtype=torch.float32):
@@ -311,8 +319,8 @@ class ModernGPT(nn.Module):
         self.init_matrices()
         self.document_token = args.document_token
         self.has_window = args.attention_window > 0
-        # A buffer, so that changing it does not recompile the model. It holds the final window, for
-        # inference; in training, apply_schedule sets it before each step, also for validations.
+        # A buffer, so that changing it does not recompile the model. At first, it holds the final
+        # window, for inference; apply_schedule sets it before each step and each validation.
         window_blocks = torch.tensor(window_blocks_at(args.num_iterations, args))
         self.register_buffer("window_blocks", window_blocks, persistent=False)
 
@@ -356,7 +364,11 @@ class ModernGPT(nn.Module):
 
 # ---- Training ------------------------------------------------------------------------------------
 def build_optimizers(model, args):
-    """Return Muon for the attention and MLP matrices, and AdamW for the rest."""
+    """Return Muon for the matrices of attention and the MLP, and AdamW for the rest.
+
+    Muon gets every matrix of a block that is neither a table nor a gate. Muon must come first,
+    because apply_schedule also sets its momentum and weight decay.
+    """
     tables = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, NgramTable))]
     gates = [p for name, p in model.named_parameters() if "value_gate" in name]
     matrices = [p for p in model.h.parameters() if p.ndim == 2 and p not in {*gates, *tables}]
@@ -366,7 +378,7 @@ def build_optimizers(model, args):
         lr=args.muon_learning_rate,
         momentum=args.muon_momentum,
         weight_decay=args.muon_weight_decay,
-        adjust_lr_fn="unit_rms",  # the RMS of an update is lr
+        adjust_lr_fn="unit_rms",  # lr is about the RMS of an update
         beta2=0.95,
         cautious=True,
         process_group=torch.distributed.group.WORLD,  # None without torchrun
@@ -405,7 +417,7 @@ def momentum_at(step, args):
     rise = step / warmup_steps if step < warmup_steps else 1.0
     remaining = args.num_iterations - step
     fall = remaining / cooldown_steps if remaining < cooldown_steps else 1.0
-    floor = min(MIN_MOMENTUM, args.muon_momentum)  # a muon_momentum below it is constant
+    floor = min(MIN_MOMENTUM, args.muon_momentum)  # a lower muon_momentum stays constant
     return floor + min(rise, fall) * (args.muon_momentum - floor)
 
 
