@@ -71,7 +71,7 @@ class Hyperparameters:
     """
 
     # Model
-    vocab_size: int = setting(50304, "vocabulary size; data packed with data/pack.py set theirs")
+    vocab_size: int = setting(50304, "vocabulary size; the data's manifest.json overrides it")
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(6, "attention heads; GPT-2 has 12, record 7 has 6")
     n_embd: int = setting(768, "model width")
@@ -243,7 +243,7 @@ class GPT(nn.Module):
 
 
 def loss_or_logits(x, head, targets=None, softcap=0.0):
-    """Return the mean cross-entropy of the logits head(x) in nats, or the logits without targets.
+    """Return the logits head(x) or, if there are targets, their mean cross-entropy in nats.
 
     The result is float32. x: (B, T, C). head: a CastedLinear. targets: (B, T), where -1 is
     ignored. Only train_modern.py sets softcap.
@@ -276,11 +276,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, softcap):
         needs_gradient = any(ctx.needs_input_grad)
         cast_weight = weight.type_as(x)
-        count = (targets != -1).sum().clamp(min=1)  # not 0, even if all targets are ignored
+        count = (targets != -1).sum().clamp(min=1)  # avoids 0 / 0 if all are ignored
         # More chunks save more memory, but chunks below 512 x 50304 logits are slow on CPUs.
         max_chunks = 2 if x.is_cuda else 8  # neither value is tuned
-        large_chunks = len(x) * len(weight) // (512 * 50304)
-        chunks = min(max_chunks, max(1, large_chunks))
+        most_chunks = len(x) * len(weight) // (512 * 50304)
+        chunks = min(max_chunks, max(1, most_chunks))
         loss = 0.0
         grad_weight = 0.0
         grad_x = []
@@ -406,10 +406,10 @@ class TokenStream:
     def __init__(self, pattern, vocab_size):
         self.vocab_size = vocab_size
         folder, name = os.path.split(pattern)
-        # The folder has no wildcards, because its manifest.json describes all shards.
+        # The folder is taken literally, because its manifest.json must describe all shards.
         self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            fix = "prepare the data, for example with data/fineweb.py; no wildcards in folders"
+            fix = "prepare the data, for example with data/fineweb.py; folders take no wildcards"
             raise UserError(f"no file matches {pattern!r}: {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
@@ -486,7 +486,7 @@ class DistributedDataLoader:
 
 @functools.lru_cache(2)  # a batch may span two epochs
 def shuffled_starts(seed, epoch, total_tokens, T):
-    """Return the positions at which an epoch's sequences start, in random order, int64.
+    """Return the int64 positions at which an epoch's sequences start, in random order.
 
     The stream is treated as a ring, which is cut into total_tokens // T sequences, starting at a
     random offset in [0, T). The remaining total_tokens % T tokens are skipped in this epoch.
@@ -508,8 +508,8 @@ def inputs_and_targets(sequences, device):
 def build_optimizers(model, args):
     """Return record 7's optimizers: Muon for the matrices of the blocks, AdamW for the rest."""
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
-    in_muon = set(matrices)
-    others = [p for p in model.parameters() if p not in in_muon]
+    matrix_set = set(matrices)  # in a list, `in` would compare values
+    others = [p for p in model.parameters() if p not in matrix_set]
     muon = Muon(
         matrices,
         lr=args.muon_learning_rate,
@@ -567,7 +567,7 @@ def sum_gradients(model):
     if get_world_size() == 1:
         return
     params = [p for p in model.parameters() if p.grad is not None]
-    # Each dtype once, in the same order on all ranks. train_modern.py has two dtypes.
+    # fromkeys keeps each dtype once, in an order that all ranks share. train_modern.py has two.
     for dtype in dict.fromkeys(p.dtype for p in params):
         members = [p for p in params if p.dtype == dtype]
         buffer = torch.cat([p.grad.flatten() for p in members])
@@ -615,7 +615,7 @@ def train(run):
     args = run.args
     batch = next_batch(run)
     while run.step < args.num_iterations and not run.stopped:
-        # Before validation, too, because train_modern.py's schedule also sets the attention window.
+        # A validation needs this, too: train_modern.py's schedule also sets the attention window.
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         if args.val_loss_every and run.step % args.val_loss_every == 0:
             validate(run)
@@ -644,7 +644,9 @@ class Recipe(NamedTuple):
     presets: dict
     build_model: Callable  # (args, dtype) -> model; train_step calls model(inputs, targets)
     build_optimizers: Callable  # (model, args) -> list of optimizers
-    apply_schedule: Callable  # (model, optimizers, step, args), called before each step
+    apply_schedule: (
+        Callable  # (model, optimizers, step, args), called before each step and validation
+    )
 
 
 RECIPE = Recipe(
@@ -660,7 +662,7 @@ RECIPE = Recipe(
 
 @dataclasses.dataclass
 class Run:
-    """The state of a run. It also has `folder`, of its checkpoints, and `tokens_to_train`."""
+    """The state of a run. __post_init__ adds `folder`, for checkpoints, and `tokens_to_train`."""
 
     recipe: Recipe
     args: Hyperparameters
@@ -754,7 +756,7 @@ def main(args, recipe=RECIPE, stop_request=None):
     return run.val_loss
 
 
-# ---- Machinery: errors and command line ----------------------------------------------------------
+# ---- Machinery: errors, checks and command line --------------------------------------------------
 class UserError(ValueError):
     """An error that the user can fix. It is reported in one line, without a traceback."""
 
@@ -880,7 +882,7 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # for which data are needed
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # repeats need only one
     if max_steps < needed_steps:
         fix = "add data or lower --batch_size"
         if not args.allow_repeat:
@@ -1129,8 +1131,10 @@ class Log:
         """Print one or more lines and append them to the log."""
         self.write(text)
         if get_rank() == 0:
-            with contextlib.suppress(OSError):  # the terminal may be closed
+            try:
                 print(text, flush=True)
+            except OSError:  # the terminal is closed; at exit, Python would fail to write again
+                sys.stdout = None
 
     def write(self, text):
         """Append the lines to the file, all or nothing. Raises UserError if that fails."""
@@ -1332,7 +1336,7 @@ def restore(run):
             optimizer.load_state_dict(state_dict)
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
-        # The shapes of the weights do not depend on these two.
+        # Loading the weights would not notice a difference in these two.
         expected = {name: run.fixed[name] for name in ("n_head", "encoding")}
         load_weights(run, run.args.init, expected)
     return f"starting from {run.args.init or 'new weights'}"

@@ -182,6 +182,7 @@ def modules_cache(tmp_path_factory):
 
 def pytest_configure():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests send it, and nohup would ignore it
+    os.environ.pop("PYTHONUNBUFFERED", None)  # few users set it, and it hides failures at exit
 
 
 def pytest_addoption(parser):

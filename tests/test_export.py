@@ -329,7 +329,7 @@ def test_existing_files_are_not_replaced(out, plain_run, tmp_path):
 
 
 def test_a_failed_export_leaves_the_folder_as_it_was(modern_run, tmp_path, monkeypatch):
-    """Settings that a resumed run may change are not written, so they must not change the model."""
+    """It fails because a setting in MAY_CHANGE is not exported, so the exported model differs."""
     may_change = train_gpt2.MAY_CHANGE | {"max_ngram"}
     monkeypatch.setattr(train_gpt2, "MAY_CHANGE", may_change)
     (tmp_path / "empty").mkdir()

@@ -29,6 +29,7 @@ MODELS = {
 }  # fmt: skip
 
 
+# Tests that depend on windows or on layers without attention ask for all MODELS.
 @pytest.fixture(scope="module", params=["gpt2", "modern"])
 def model(request, tmp_path_factory):
     """An exported model with random weights, and the GPT that it must agree with."""
@@ -54,6 +55,7 @@ def largest_difference(a, b):
 
 
 # ---- Modules -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_every_weight_matrix_belongs_to_a_module_that_is_called(model):
     """Except the n-gram table, each is one that frameworks know."""
     called = set()
@@ -89,6 +91,7 @@ def test_a_module_can_be_replaced(model):
             assert largest_difference(hf(tokens).logits, before) > 1e-4, name
 
 
+@pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("kind", ["cpu_offload", "disk_offload"])
 def test_accelerate_can_offload_the_weights(kind, model, tmp_path):
     accelerate = pytest.importorskip("accelerate")
@@ -242,6 +245,7 @@ def test_stop_strings_end_a_text(model):
     assert len(text) == 6 and tokenizer.decode(stopped[0, 30:]) == expected
 
 
+@pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_a_text_longer_than_sequence_length_continues_from_its_last_tokens(model):
     """The row with padding, which has fewer tokens, never reaches that length."""
     prompts = random_tokens(2, 510)
@@ -280,6 +284,7 @@ def test_padding_is_no_token_of_a_text_and_the_end_of_a_text_is_trained(model):
     assert config.pad_token_id == 255 and 255 in config.suppress_tokens
 
 
+@pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_trainer_learns_the_same_from_padded_and_from_packed_documents(is_packed, model, tmp_path):
     pytest.importorskip("accelerate")
@@ -316,6 +321,7 @@ def gradients_of(hf):
     return [p.grad.clone() for p in hf.parameters()]
 
 
+@pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_activation_checkpointing_recomputes_each_block_and_changes_no_gradient(model):
     hf, calls = copy.deepcopy(model.hf), []
     for block in hf.gpt.h:
@@ -331,6 +337,7 @@ def test_activation_checkpointing_recomputes_each_block_and_changes_no_gradient(
     assert len(calls) == 4 * len(hf.gpt.h)
 
 
+@pytest.mark.parametrize("model", MODELS, indirect=True)
 @pytest.mark.parametrize("padding", [0, 5])
 def test_the_head_and_the_last_hidden_state_give_the_logits(padding, model):
     """The trainers of TRL compute them like this."""

@@ -280,16 +280,21 @@ def test_gradients_are_summed_over_ranks(world_size, tmp_path):
 # ---- Compiled and on several ranks ---------------------------------------------------------------
 # The other backend builds the same graphs, but needs no C++ compiler, which would take a minute.
 @pytest.mark.parametrize(
-    "backend, dtype, recipe, n_layer",
+    "backend, dtype, recipe, settings",
     [
-        ("inductor", "float32", RECIPE, 1),
-        ("aot_eager_decomp_partition", "bfloat16", train_modern.RECIPE, 2),
+        ("inductor", "float32", RECIPE, dict(n_layer=1)),
+        (
+            "aot_eager_decomp_partition",
+            "bfloat16",
+            train_modern.RECIPE,
+            dict(n_layer=2, attention_window=128, document_token=3),
+        ),
     ],
     ids=["gpt2", "modern"],
 )
-def test_a_compiled_model_is_the_eager_one(backend, dtype, recipe, n_layer, monkeypatch):
+def test_a_compiled_model_is_the_eager_one(backend, dtype, recipe, settings, monkeypatch):
     """In two graphs, and to the same bits on several threads, which might add in any order."""
-    gpt, args = make_model(dtype, recipe, compile=True, sequence_length=128, n_layer=n_layer)
+    gpt, args = make_model(dtype, recipe, compile=True, sequence_length=128, **settings)
     monkeypatch.setattr(gpt, "compile", functools.partial(gpt.compile, backend=backend))
     inputs, targets = (tokens.contiguous() for tokens in make_batch(args, rows=32))
     expected = gpt(inputs, targets)

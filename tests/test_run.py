@@ -539,21 +539,21 @@ def test_best_weights_that_are_newer_than_the_last_checkpoint_stay(
 
 
 # ---- Presets, compiled runs, the record ---------------------------------------------------------
-TINY = {"n_head": 1, "n_embd": 16, "batch_size": 2, "vocab_size": 512}
+SIZES = {"n_head": 1, "n_embd": 16, "batch_size": 2, "vocab_size": 512}
 SMALLER = {"record7": {"n_layer": 1, "sequence_length": 64}, "cpu": {}}
-TABLES = {"sequence_length": 128, "ngram_rows": 1000, "document_token": 256}
-SMALLER |= dict.fromkeys(("modern", "small", "text"), TABLES)
+MODERN_SIZES = {"sequence_length": 128, "ngram_rows": 1000, "document_token": 256}
+SMALLER |= dict.fromkeys(("modern", "small", "text"), MODERN_SIZES)
 
 
 @pytest.mark.parametrize("preset", SMALLER)
 def test_each_preset_starts(preset, tmp_path):
-    """Train a smaller model for two steps. The presets for 24 GB change only the batches."""
+    """Train a smaller model for two steps. The presets for 24 GB are left out."""
     recipe = RECIPE if preset in RECIPE.presets else train_modern.RECIPE
     generator = np.random.default_rng(0)
     write_shard(tmp_path / "train_0.bin", generator.integers(0, 257, 10_000))
     write_shard(tmp_path / "val_0.bin", generator.integers(0, 257, 1000))
     changes = {
-        **TINY, **SMALLER[preset], "num_iterations": 2, "val_tokens": 512, "device": "cpu",
+        **SIZES, **SMALLER[preset], "num_iterations": 2, "val_tokens": 512, "device": "cpu",
         "compile": False,
         "train_files": f"{tmp_path}/train_*.bin", "val_files": f"{tmp_path}/val_*.bin",
         "log_dir": f"{tmp_path}/logs",
@@ -569,7 +569,7 @@ def run_compiled(fields):
     run_here(fields, compile=True, dtype="float32")
 
 
-# The first backend gets the same graphs as Inductor, but does not compile them.
+# With "eager", this tests the number of graphs; with Inductor, that compiled code resumes exactly.
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_run_resumes_bit_for_bit(backend, tiny, tmp_path, monkeypatch, capsys):
     """It compiles one graph for training, one for validation, and no others."""

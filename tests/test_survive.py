@@ -357,9 +357,10 @@ def test_a_line_that_cannot_be_written_as_a_whole_is_an_error(tiny, tmp_path, mo
 
 
 def test_a_run_needs_no_standard_output(tiny, tmp_path):
-    """The next file that is opened gets the number 1, which was that of the output."""
+    """The next file that is opened gets the number 1, and no output may be written to it."""
     script = launcher(tmp_path, "os.close(1); sys.stdout = None")
-    trained({**tiny, "run_id": "o"}, script=script)
+    done = run_forked({**tiny, "run_id": "o"}, script=script)
+    assert (done.returncode, done.stderr) == (0, "")
     assert "\nval_loss: " in (tmp_path / "logs" / "o.txt").read_text()
 
 

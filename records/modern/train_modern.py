@@ -56,8 +56,8 @@ MIN_MOMENTUM = 0.85  # of Muon, at the start and at the end
 class ModernSettings(Hyperparameters):
     """All settings of a run: those of train_gpt2.py and of the modern model.
 
-    Each preset sets the sizes and Muon's learning rate and weight decay, which depend on the width.
-    Pass --name=value to override a preset.
+    Each preset sets the sizes. It also sets Muon's learning rate and weight decay, because they
+    depend on the width. Pass --name=value to override a preset.
     """
 
     learning_rate: float = setting(0.008, "AdamW learning rate of the output head")
@@ -83,7 +83,7 @@ class ModernSettings(Hyperparameters):
         check_at_least(self, 0, "attention_window document_token ngram_rows final_lr_fraction")
         check_at_least(self, 0, "embedding_learning_rate muon_weight_decay")
         check_at_least(self, 0, "momentum_warmup_fraction momentum_cooldown_fraction")
-        check_at_least(self, GATE_CHANNELS, "n_embd")  # read by the value gates
+        check_at_least(self, GATE_CHANNELS, "n_embd")  # value gates read this many channels
         check_at_least(self, 2, "max_ngram")
         if self.attention_window and self.sequence_length % BLOCK:
             multiple = f"a multiple of {BLOCK} with --attention_window"
@@ -96,16 +96,18 @@ class ModernSettings(Hyperparameters):
 def modern(width, **changes):
     """Return a preset for n_embd=width.
 
-    Passing --n_embd alone would keep n_head, and Muon's learning rate and weight decay.
+    Passing --n_embd alone would keep n_head, Muon's learning rate and Muon's weight decay, which
+    are those of the preset's width.
     """
     return dict(
         n_layer=11, n_head=max(1, width // 128), n_embd=width, device_batch_size=1,
         num_iterations=1950,
-        # The RMS of an update. The public records multiply U V^T by a learning rate of 0.03 or, in
-        # the MLP, 0.06. Its RMS is 1 / sqrt(C) or, in the MLP, 1 / sqrt(4C), so both give this.
+        # This is the RMS of an update. U V^T has an RMS of 1 / sqrt(C), and the public records
+        # multiply it by 0.03. In the MLP, it has 1 / sqrt(4C), and they multiply it by 0.06.
         muon_learning_rate=0.03 / width**0.5,
-        # A step multiplies weights by 1 - lr * weight_decay, here 1 - 0.03 * 1.2 * 0.03. The public
-        # decay is the same for C x C matrices, and twice as large for those of the MLP.
+        # A step subtracts lr * weight_decay = 0.03 * 1.2 * 0.03 of a weight's value, if the update
+        # moves it towards zero, too. The public decay is the same for C x C matrices, and twice as
+        # large for those of the MLP.
         muon_weight_decay=1.2 * 0.03 * width**0.5,
     ) | changes  # fmt: skip
 
@@ -193,8 +195,9 @@ def attention_mask(documents, window_blocks):
     documents: (B, T), the document index of each token, non-decreasing. window_blocks: 0-D tensor;
     a token sees its own block and the window_blocks - 1 blocks before it.
     """
-    # FlexAttention skips invisible blocks, but it needs complete blocks, and without compilation it
-    # would store all scores. In other cases, use a dense mask, which takes O(T^2) memory.
+    # On a GPU, use FlexAttention, which skips invisible blocks. It needs complete blocks, and it
+    # would store all scores if it were not compiled. Otherwise, use a dense mask, which takes
+    # O(T^2) memory.
     use_flex = documents.is_cuda and torch.compiler.is_compiling()
     if use_flex and documents.size(1) % BLOCK == 0:
         return block_mask(documents, window_blocks)
@@ -205,7 +208,7 @@ def dense_mask(documents, window_blocks):
     """Return a mask for F.scaled_dot_product_attention: bool, (B, 1, T, T)."""
     position = torch.arange(documents.size(1), device=documents.device)
     query, key = position[:, None], position
-    # As in block_mask, but without a difference, which would take 8 bytes for each of T x T pairs.
+    # This is the condition of block_mask. A difference would need an int64 (T, T) tensor.
     near = query // BLOCK < key // BLOCK + window_blocks
     same_document = documents[:, :, None] == documents[:, None, :]
     return ((key <= query) & near & same_document)[:, None]
@@ -268,7 +271,7 @@ class NgramTable(nn.Module):
     def __init__(self, args, dtype):
         super().__init__()
         self.max_ngram = args.max_ngram
-        # Initially 0, as in record 62
+        # The table starts at 0, as in record 62.
         self.weight = nn.Parameter(torch.zeros(args.ngram_rows, args.n_embd, dtype=dtype))
 
     def forward(self, tokens):  # (B, T) to (B, T, C)
@@ -417,7 +420,7 @@ def momentum_at(step, args):
     rise = step / warmup_steps if step < warmup_steps else 1.0
     remaining = args.num_iterations - step
     fall = remaining / cooldown_steps if remaining < cooldown_steps else 1.0
-    floor = min(MIN_MOMENTUM, args.muon_momentum)  # a lower muon_momentum stays constant
+    floor = min(MIN_MOMENTUM, args.muon_momentum)  # a lower muon_momentum is constant
     return floor + min(rise, fall) * (args.muon_momentum - floor)
 
 
