@@ -184,8 +184,10 @@ def test_a_killed_rank_is_restarted_by_torchrun(tiny, tmp_path):
     trained({**fields, "run_id": "whole"}, 2)
     first_time = 'step == 9 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
     script = faulty_script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", first_time)
-    # Rank 1 is late, so that rank 0 could find the address of the dead rank 1 in torchrun's store.
-    late = "time.sleep(3 * int(os.environ['RANK'])); train_gpt2.cli("
+    # The new rank 1 is late, so rank 0 could find the address of the dead one in torchrun's store.
+    late = """late = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+time.sleep(3 if late == ("1", "1") else 0)
+train_gpt2.cli("""
     script.write_text(script.read_text().replace("train_gpt2.cli(", late))
     fields |= {"run_id": "again", "resume": "auto"}
     done = run_subprocess(fields, 2, script, ["--max-restarts=1"])
