@@ -644,9 +644,7 @@ class Recipe(NamedTuple):
     presets: dict
     build_model: Callable  # (args, dtype) -> model; train_step calls model(inputs, targets)
     build_optimizers: Callable  # (model, args) -> list of optimizers
-    apply_schedule: (
-        Callable  # (model, optimizers, step, args), called before each step and validation
-    )
+    apply_schedule: Callable  # (model, optimizers, step, args); before each step and validation
 
 
 RECIPE = Recipe(
@@ -882,7 +880,7 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # repeats need only one
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # repeats need data for one
     if max_steps < needed_steps:
         fix = "add data or lower --batch_size"
         if not args.allow_repeat:
@@ -1133,8 +1131,8 @@ class Log:
         if get_rank() == 0:
             try:
                 print(text, flush=True)
-            except OSError:  # the terminal is closed; at exit, Python would fail to write again
-                sys.stdout = None
+            except OSError:  # the terminal is closed, or the disk is full: only the log goes on
+                sys.stdout = None  # at exit, Python would fail to write again
 
     def write(self, text):
         """Append the lines to the file, all or nothing. Raises UserError if that fails."""

@@ -282,21 +282,22 @@ def test_gradients_are_summed_over_ranks(world_size, tmp_path):
 @pytest.mark.parametrize(
     "backend, dtype, recipe, settings",
     [
-        ("inductor", "float32", RECIPE, dict(n_layer=1)),
+        ("inductor", "float32", RECIPE, dict(n_layer=1, sequence_length=128)),
         (
             "aot_eager_decomp_partition",
             "bfloat16",
             train_modern.RECIPE,
-            dict(n_layer=2, attention_window=128, document_token=3),
+            dict(n_layer=2, sequence_length=256, attention_window=128, document_token=3),
         ),
     ],
     ids=["gpt2", "modern"],
 )
 def test_a_compiled_model_is_the_eager_one(backend, dtype, recipe, settings, monkeypatch):
     """In two graphs, and to the same bits on several threads, which might add in any order."""
-    gpt, args = make_model(dtype, recipe, compile=True, sequence_length=128, **settings)
+    gpt, args = make_model(dtype, recipe, compile=True, **settings)
     monkeypatch.setattr(gpt, "compile", functools.partial(gpt.compile, backend=backend))
-    inputs, targets = (tokens.contiguous() for tokens in make_batch(args, rows=32))
+    rows = 4096 // args.sequence_length
+    inputs, targets = (tokens.contiguous() for tokens in make_batch(args, rows))
     expected = gpt(inputs, targets)
     expected.backward()
     expected_grads = gradients(gpt)
@@ -307,7 +308,7 @@ def test_a_compiled_model_is_the_eager_one(backend, dtype, recipe, settings, mon
     torch.set_num_threads(4)
     try:
         train_gpt2.configure_cpu(args)
-        run = SimpleNamespace(model=gpt, args=args, micro_batch_size=32, log=print)
+        run = SimpleNamespace(model=gpt, args=args, micro_batch_size=rows, log=print)
         run.device = torch.device("cpu")
         train_gpt2.compile_model(run)
         results = []

@@ -358,8 +358,19 @@ def test_a_line_that_cannot_be_written_as_a_whole_is_an_error(tiny, tmp_path, mo
         assert log.path.read_bytes() == b"one\n"
 
 
+def test_the_log_goes_on_if_the_output_fails(tiny, tmp_path, monkeypatch):
+    """Nothing is left in a buffer that Python would fail to write at exit."""
+    log = train_gpt2.Log(Hyperparameters(**tiny, run_id="o"))
+    log.path, log.may_write = tmp_path / "o.txt", True
+    full = Mock(write=Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(sys, "stdout", full)
+    log("one")
+    log("two")
+    assert log.path.read_text() == "one\ntwo\n" and sys.stdout is None
+
+
 def test_a_run_needs_no_standard_output(tiny, tmp_path):
-    """The next file that is opened gets the number 1, and no output may be written to it."""
+    """It may be closed from the start."""
     script = launcher(tmp_path, "os.close(1); sys.stdout = None")
     done = run_forked({**tiny, "run_id": "o"}, script=script)
     assert (done.returncode, done.stderr) == (0, "")

@@ -126,8 +126,9 @@ def main():
         print(f"\n{len(resolved)} of the {len(complete)} complete rows are resolved at 0.05.")
     else:
         print("\nNo row is complete yet.")
-    print(f"{len(same)} of {len(signs)} mean differences have the sign of the public records.")
-    print(f"Of the {len(excludes_0)} whose interval excludes 0, {len(excludes_0_same)} have it.")
+    print(f"{len(signs)} rows have a public sign; {len(same)} of their means have this sign.")
+    intervals = f"{len(excludes_0)} have an interval that excludes 0"
+    print(f"Of these rows, {intervals}; {len(excludes_0_same)} of them have the public sign.")
     for (name, seed), reason in FAILED.items():
         print(f"{name} with seed {seed} was not finished: {reason}.")
 
