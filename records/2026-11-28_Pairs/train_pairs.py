@@ -8,6 +8,7 @@ The program can be stopped and started at any time: it keeps finished runs and c
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -202,7 +203,7 @@ def is_dropped(line):
 
 def train(name, seed, settings, data):
     folder = WORK / name
-    if not (folder / "data").exists():
+    with contextlib.suppress(FileExistsError):  # another run of the change may have made it
         (folder / "data").symlink_to(data.resolve())
     stem = f"{name}_seed{seed}"
     command = [sys.executable, MODERN, "--preset=small", "--dtype=float32", "--device=cpu"]
