@@ -880,7 +880,7 @@ def open_data(args, device):
         raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # repeats need data for one
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # that must get new data
     if max_steps < needed_steps:
         fix = "add data or lower --batch_size"
         if not args.allow_repeat:

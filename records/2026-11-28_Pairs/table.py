@@ -61,7 +61,7 @@ def holm(p_values):
 def verdict_of(row, mean, p):
     missing = [f"{seed}" for seed in planned_seeds(row) if seed not in differences(row)]
     if missing:
-        return f"none yet: needs seeds {', '.join(missing)}"
+        return f"none yet: not trained with seed {', '.join(missing)}"
     if p >= 0.05:
         return "not resolved"
     sign = PUBLIC[row][1]
