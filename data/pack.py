@@ -12,20 +12,19 @@ Documents keep the order of the inputs; the files of a folder are sorted by rela
 documents are left out. Each document starts with the end-of-text token. With --split_at TEXT,
 documents are split wherever TEXT occurs; TEXT and the whitespace around it are removed.
 
-Validation data are chosen by the first of these rules that holds out between half and twice
---val_fraction of the tokens:
-1. documents whose hash, as a fraction, is below --val_fraction; so copies are on one side, and
-   added documents do not move others
-2. documents in the order of their hashes, except those that would exceed the fraction
-3. the end of the whole text; the only rule if there are ten documents or fewer
-The hash is that of the text or, with --by_name, of the relative path. With --by_name, rule 1 counts
-whatever the size.
+Validation data: with ten documents or fewer, the end of the whole text is held out. With more,
+each document is held out whose hash, divided by 2^64, is below --val_fraction. So copies are on one
+side, and added documents do not move others. If this gives less than half or more than twice
+--val_fraction of the tokens, documents are taken in the order of their hashes instead, except those
+that would exceed the fraction; if even this is not close, the end of the text is held out. With
+--by_name, the relative paths of the files are hashed instead of their texts, and the size is not
+checked.
 
-The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json. It replaces all
-train_*.bin and val_*.bin of an earlier pack after all text has been tokenized. If a pack is killed
-while it replaces them, DIR/.pack remains and training refuses the folder: run the same command
-again. The tokens are held in memory, which takes 5 bytes for each; tokenizing a large document with
-GPT-2's encoding takes 6 for each byte of the document.
+The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json. When all of it
+has been written to a temporary folder in DIR, it replaces all train_*.bin and val_*.bin of an
+earlier pack. If a pack is killed while it replaces them, DIR/.pack remains and training refuses the
+folder: run the same command again. The tokens are held in memory, which takes 5 bytes for each;
+tokenizing a large document with GPT-2's encoding takes 6 for each byte of the document.
 """
 
 import argparse
@@ -38,6 +37,7 @@ import lzma
 import os
 import re
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,6 +47,8 @@ from tqdm import tqdm
 
 HASH_SPLIT_ABOVE = 10  # if there are more documents than this, whole ones are held out, by hash
 DOCUMENTS_AT_ONCE = 1000  # tokenized in parallel
+HAVE_FIELDS = {".jsonl", ".parquet"}  # endings of files whose documents have fields
+MANY_DOCUMENTS = {*HAVE_FIELDS, ".bin"}  # endings of files that may hold several documents
 END_OF_TEXT = "<|endoftext|>"  # within a text, these characters are packed as plain text
 # A shard is a header of 256 int32 values (magic number, version, number of tokens, zeros), then the
 # tokens as uint16.
@@ -70,19 +72,21 @@ def get_encoding(name):
             mergeable_ranks={bytes([value]): value for value in range(256)},
             special_tokens={END_OF_TEXT: 256},
         )
-    size = re.fullmatch(r"gpt2-(\d+)", name)
-    if name != "gpt2" and not (size and 257 <= int(size[1]) <= 50256):
+    cut = re.fullmatch(r"gpt2-(\d+)", name)
+    if name != "gpt2" and not (cut and 257 <= int(cut[1]) <= 50256):
         raise ValueError(
             f"there is no encoding {name}: give bytes, gpt2, or gpt2-N with N from 257 to 50256"
         )
     try:
         gpt2 = tiktoken.get_encoding("gpt2")
     except (ValueError, OSError) as error:  # neither in the folder nor downloadable
-        fix = "set TIKTOKEN_CACHE_DIR to a folder that has it"
-        raise ValueError(f"cannot download GPT-2's vocabulary ({error}): {fix}") from None
+        raise ValueError(
+            f"cannot download GPT-2's vocabulary ({error}): check the network, or set "
+            "TIKTOKEN_CACHE_DIR to a folder that has it"
+        ) from None
     if name == "gpt2":
         return gpt2
-    size = int(size[1])
+    size = int(cut[1])
     ranks = {token: rank for token, rank in gpt2._mergeable_ranks.items() if rank < size}
     return tiktoken.Encoding(
         name, pat_str=gpt2._pat_str, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: size}
@@ -103,34 +107,39 @@ def list_files(inputs, pattern="*", exclude=(), out=None):
     """Return ([(name, path)] of all input files, in order, and the paths that are left out).
 
     The folder `out` and hidden files are not counted as left out. Raises ValueError if an input
-    does not exist, or if a folder, the pattern or an excluded name matches no file.
+    does not exist, if a folder has no file to read, or if the pattern or an excluded name has no
+    use.
     """
-    files, left_out, excluded = [], [], set()
+    files, left_out, found_excluded = [], [], set()
     for path in map(Path, inputs):
         if str(path) == "-":
             files.append(("-", Path("/dev/stdin")))
         elif path.is_dir():
-            count = len(files)
+            files_before = len(files)
             found = [(file.relative_to(path).as_posix(), file) for file in path.rglob(pattern)]
             for name, file in sorted(found):
                 is_hidden = re.search(r"(^|/)\.", name)
                 is_output = out is not None and out.resolve() in file.resolve().parents
                 if is_hidden or is_output:
                     continue
+                is_broken_link = not file.exists()  # reading it will fail and name it
                 if name in exclude:
-                    excluded.add(name)
-                elif file.is_file() or not file.exists():  # keep a broken link: reading it fails
+                    found_excluded.add(name)
+                elif file.is_file() or is_broken_link:
                     files.append((name, file))
-                elif file.is_symlink() or not file.is_dir():
+                elif file.is_symlink() or not file.is_dir():  # rglob lists the files of folders
                     left_out.append(file)
-            if len(files) == count:
-                raise ValueError(f"no text in {path}: no file in it matches {pattern!r}")
+            if len(files) == files_before:
+                raise ValueError(
+                    f"no files to read in {path}: hidden files, excluded ones, those that do not "
+                    f"match {pattern!r}, and those in --out are left out"
+                )
         elif path.exists():
             files.append((path.name, path))
         else:
             raise ValueError(f"{path} is neither a file nor a folder: give one that exists")
-    if missing := sorted(set(exclude) - excluded):
-        raise ValueError(f"--exclude {missing}: no such file in a folder; give its relative path")
+    if missing := sorted(set(exclude) - found_excluded):
+        raise ValueError(f"--exclude {missing}: give relative paths of files that match --pattern")
     if pattern != "*" and not any(Path(path).is_dir() for path in inputs):
         raise ValueError(f"--pattern={pattern} selects files in folders: give a folder, or omit it")
     return files, left_out
@@ -158,15 +167,18 @@ def read_shard(file, path):
         raise ValueError(
             f"it is not a complete shard: it must begin with {SHARD_MAGIC}, {SHARD_VERSION} and "
             f"the number of uint16 tokens, but begins with {header[:3].tolist()}, and "
-            f"{len(content):,} bytes follow (tokens of llama-3 shards take 4 bytes, not 2)"
+            f"{len(content):,} bytes follow"
         )
-    name = encoding_beside(path.parent, path.name)
-    if name is None:
-        fix = f'write {{"encoding": "gpt2"}}, for example, to {path.parent / "manifest.json"}'
-        raise ValueError(f"its encoding is unknown: {fix}")
-    encoding, tokens = get_encoding(name), np.frombuffer(content, "<u2")
+    encoding_name = encoding_beside(path.parent, path.name)
+    if encoding_name is None:
+        raise ValueError(
+            'its encoding is unknown: write {"encoding": "gpt2"}, for example, to '
+            f"{path.parent / 'manifest.json'}"
+        )
+    encoding = get_encoding(encoding_name)
+    tokens = np.frombuffer(content, "<u2")
     starts = np.flatnonzero(tokens == encoding.eot_token)
-    for document in np.split(tokens, starts):
+    for document in np.split(tokens, starts):  # only its first token can be one of end-of-text
         yield encoding.decode(document[document != encoding.eot_token].tolist())
 
 
@@ -175,7 +187,9 @@ def check_text(text):
     if "\0" in text:
         raise ValueError("it has a zero byte, as archives, images and UTF-16 do")
     if re.match(r'\{".*\}\r?\n\{"', text):
-        raise ValueError("it has JSON lines: give it a name that ends in .jsonl, also before .gz")
+        raise ValueError(
+            "it has JSON lines: read them from a file whose name ends in .jsonl or .jsonl.gz"
+        )
 
 
 def read_texts(path, ending, text_field):
@@ -215,19 +229,25 @@ def read_documents(name, path, text_field="text"):
     Raises ValueError if the file is damaged or is not text.
     """
     ending = ending_of(path)
-    is_one_document = ending not in (".jsonl", ".parquet", ".bin")
+    is_one_document = ending not in MANY_DOCUMENTS
     number = 1  # of the line, row or document
     try:
         for text in read_texts(path, ending, text_field):
-            text.encode()  # raises an error if it is no string, or has half of a surrogate pair
+            if not isinstance(text, str):
+                raise TypeError(f"{text!r} is not a text")
+            text.encode()  # raises an error if it has half of a surrogate pair
             if text:
                 yield name if is_one_document else text, text
             number += 1
+    except ImportError as error:
+        raise ValueError(f"cannot read {path} ({error}): pip install pyarrow") from None
     except Exception as error:  # of the disk, the content or a library
-        reason = f"{type(error).__name__}: {error}"
+        place = path if is_one_document else f"{path}:{number}"
+        fix = "give readable text in UTF-8, or leave the file out (see --pattern and --exclude)"
+        if ending in HAVE_FIELDS:
+            fix = f"the field {text_field!r} must hold text in UTF-8 (see --text_field)"
         raise ValueError(
-            f"{path}:{number} cannot be read ({reason}): give text in UTF-8; that of .jsonl and "
-            f".parquet files is in the field {text_field!r} (see --text_field)"
+            f"{place} cannot be read ({type(error).__name__}: {error}): {fix}"
         ) from None
 
 
@@ -241,8 +261,10 @@ def split_texts(documents, split_at):
         occurs = occurs or split_at in text
         yield from ((part, part) for part in map(str.strip, text.split(split_at)) if part)
     if not occurs:
-        fix = "give a text that occurs; in bash, $'\\n\\n' is an empty line"
-        raise ValueError(f"--split_at {split_at!r} does not occur: {fix}")
+        raise ValueError(
+            f"--split_at {split_at!r} does not occur: give a text that occurs; in bash, "
+            "$'\\n\\n' is an empty line"
+        )
 
 
 def hash_of(text):
@@ -288,31 +310,37 @@ def up_to(wanted, lengths, hashes):
     return chosen[group_of]
 
 
-def choose(lengths, hashes, val_fraction, by_name=False):
+def choose(lengths, hashes, val_fraction, any_size=False):
     """Return which documents are held out, (documents,) bool; None for the end of the whole text.
 
-    lengths: tokens of each document, (documents,) int. hashes: (documents,) uint64.
+    lengths: tokens of each document, (documents,) int. hashes: (documents,) uint64. any_size: do
+    not check the size of what is held out.
     """
     wanted = val_fraction * lengths.sum()
     if len(lengths) > HASH_SPLIT_ABOVE:
-        by_hash = (hashes >> np.uint64(32)) < val_fraction * 2**32  # 32 bits are exact in float64
+        by_hash = hashes / 2.0**64 < val_fraction
         for held_out in by_hash, up_to(wanted, lengths, hashes):
             is_close = wanted / 2 <= lengths[held_out].sum() <= 2 * wanted
-            if (is_close or by_name) and held_out.any() and not held_out.all():
+            if (is_close or any_size) and held_out.any() and not held_out.all():
                 return held_out
     return None
 
 
-def split(documents, hashes, val_fraction, by_name=False):
-    """Return the training tokens and the validation tokens, each (N,) uint16."""
+def split(documents, hashes, val_fraction, any_size=False):
+    """Return the training tokens and the validation tokens, each (N,) uint16.
+
+    documents: the tokens of each document, (length,) uint16.
+    """
     lengths = np.array([len(tokens) for tokens in documents])
-    held_out = choose(lengths, hashes, val_fraction, by_name)
+    held_out = choose(lengths, hashes, val_fraction, any_size)
     if held_out is not None:
-        train = np.concatenate([*itertools.compress(documents, ~held_out)])
-        return train, np.concatenate([*itertools.compress(documents, held_out)])
+        train = [tokens for tokens, held in zip(documents, held_out) if not held]
+        val = [tokens for tokens, held in zip(documents, held_out) if held]
+        return np.concatenate(train), np.concatenate(val)
     if len(np.unique(hashes)) < len(hashes) and val_fraction:
         print("warning: the end of the text is held out, which may be a copy of training text")
-    # Only text counts towards the fraction: all end-of-text tokens are counted before the cut.
+    # Of one document, exactly this fraction of its text is held out: its end-of-text token does not
+    # count.
     text_tokens = int(lengths.sum()) - len(documents)
     cut = len(documents) + int(text_tokens * (1 - val_fraction))
     tokens = np.concatenate(documents)
@@ -321,7 +349,10 @@ def split(documents, hashes, val_fraction, by_name=False):
 
 # ---- Writing -------------------------------------------------------------------------------------
 def write_shard(path, tokens):
-    """Write tokens, (N,) uint16, as one shard; return its sha256. A kill leaves no part of it."""
+    """Write tokens, (N,) uint16, as one shard; return its sha256.
+
+    A kill leaves no incomplete file of this name, but perhaps one that ends in .partial.
+    """
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
     partial = Path(f"{path}.partial")
@@ -334,11 +365,11 @@ def write_shard(path, tokens):
     return checksum.hexdigest()
 
 
-def write_split(folder, split, number, tokens):
+def write_split(folder, prefix, number, tokens):
     """Write tokens as shards, numbered from `number`; return the manifest's entry."""
     sums = {}
     for i, start in enumerate(range(0, len(tokens), SHARD_TOKENS), start=number):
-        path = folder / f"{split}_{i:06d}.bin"
+        path = folder / f"{prefix}_{i:06d}.bin"
         sums[path.name] = write_shard(path, tokens[start : start + SHARD_TOKENS])
     return {"tokens": len(tokens), "sha256": sums}
 
@@ -356,6 +387,8 @@ def pack(args):
     """Pack all inputs into args.out; return the manifest."""
     manifest_path = args.out / "manifest.json"
     marker = args.out / ".pack"  # a folder; while it exists, train_gpt2.py refuses args.out
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is not a folder: change --out")
     strangers = {path.name for path in args.out.glob("*.bin")} - shards_of(manifest_path)
     if strangers and not marker.exists():
         raise ValueError(
@@ -366,8 +399,13 @@ def pack(args):
     files, left_out = list_files(args.inputs, args.pattern, args.exclude, args.out)
     if left_out:
         print(f"left out {len(left_out)} links to folders or special files, such as {left_out[0]}")
-    if args.text_field and not any(ending_of(path) in (".jsonl", ".parquet") for _, path in files):
+    endings = {ending_of(path) for _, path in files}
+    if args.text_field and not endings & HAVE_FIELDS:
         raise ValueError("--text_field is for .jsonl and .parquet files: omit it")
+    if args.by_name and (endings & MANY_DOCUMENTS or args.split_at is not None):
+        raise ValueError(
+            "--by_name holds out whole files: omit it with --split_at, .jsonl, .parquet and .bin"
+        )
     documents = itertools.chain.from_iterable(
         read_documents(*file, args.text_field or "text") for file in files
     )
@@ -377,28 +415,33 @@ def pack(args):
     tokens, hashes = tokenize(iter(progress), encoding)
     if not tokens:
         raise ValueError(f"no text in {', '.join(args.inputs)}: give other inputs or --pattern")
-    by_name, by_text = hashes.T
+    name_hashes, text_hashes = hashes.T
     if args.by_name:
-        train, val = split(tokens, by_name, args.val_fraction, by_name=True)
+        train, val = split(tokens, name_hashes, args.val_fraction, any_size=True)
     else:
-        train, val = split(tokens, by_text, args.val_fraction)
+        train, val = split(tokens, text_hashes, args.val_fraction)
 
     args.out.mkdir(parents=True, exist_ok=True)
-    marker.mkdir(exist_ok=True)
-    for pattern in "train_*.bin", "val_*.bin", "*.bin.partial":  # the last are left by a kill
-        for old in args.out.glob(pattern):
-            old.unlink()
-    manifest = {
-        "encoding": args.encoding,
-        "vocab_size": encoding.n_vocab,
-        "source": args.inputs,
-        "documents": len(tokens),
-        "copies": len(tokens) - len(np.unique(by_text)),
-        "train": write_split(args.out, "train", 1, train),
-        "val": write_split(args.out, "val", 0, val),
-    }
-    manifest_path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    marker.rmdir()
+    with tempfile.TemporaryDirectory(dir=args.out, prefix=".new_") as temporary:
+        new = Path(temporary)
+        manifest = {
+            "encoding": args.encoding,
+            "vocab_size": encoding.n_vocab,
+            "source": args.inputs,
+            "documents": len(tokens),
+            "copies": len(tokens) - len(np.unique(text_hashes)),
+            "train": write_split(new, "train", 1, train),
+            "val": write_split(new, "val", 0, val),
+        }
+        text = json.dumps(manifest, indent=2) + "\n"
+        (new / manifest_path.name).write_text(text, encoding="utf-8")
+        marker.mkdir(exist_ok=True)
+        for pattern in "train_*.bin", "val_*.bin":
+            for old in args.out.glob(pattern):
+                old.unlink()
+        for path in list(new.iterdir()):
+            path.replace(args.out / path.name)
+        marker.rmdir()
     return manifest
 
 
@@ -428,6 +471,8 @@ def main(argv=None):
         manifest = pack(args)
     except (ValueError, OSError, RuntimeError) as error:  # such as "can't start new thread"
         sys.exit(f"data/pack.py: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        sys.exit("data/pack.py: stopped; run the same command again")
     train, val = manifest["train"], manifest["val"]
     print(f"{manifest['documents']:,} documents in {args.encoding}, {manifest['copies']:,} copies")
     for name, part in ("train", train), ("val", val):
