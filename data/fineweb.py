@@ -4,13 +4,14 @@
     python data/fineweb.py --part=20000000       # the first 20M tokens of the first training shard
 
 A shard holds 100M GPT-2 tokens in 0.2 GB. Record 7 reads 27 training shards. The script asks before
-it downloads, unless --yes is given. huggingface_hub retries, resumes and checks the size of what
-arrives: a shard gets its name only when it is complete. Complete shards are kept; one that differs
-from the original is downloaded again. After an error or an interruption, run the same command
-again. A part is kept if its size is right; delete it to download it again.
+it downloads shards that are missing, unless --yes is given. A shard gets its name only when it is
+complete, and one that differs from the original is downloaded again. After an error or an
+interruption, run the same command again: it continues with the shard that was interrupted, while a
+part starts again.
 """
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -36,46 +37,24 @@ def train_shard(number):
 
 def confirm(size, folder):
     """Ask whether to download this many bytes. Raises ValueError unless the user agrees."""
-    size = f"{size / 1e9:.1f} GB" if size >= 10**8 else f"{size / 1e6:.0f} MB"
-    question = f"Download {size} of FineWeb into {folder.resolve()}? [y/N] "
-    if not (sys.stdin.isatty() and input(question).lower().startswith("y")):
+    shown_size = f"{size / 1e9:.1f} GB" if size >= 10**8 else f"{size / 1e6:.0f} MB"
+    agrees = False
+    if sys.stdin.isatty():
+        question = f"Download {shown_size} of FineWeb into {folder.resolve()}? [y/N] "
+        agrees = input(question).lower().startswith("y")
+    if not agrees:
         raise ValueError(
-            f"FineWeb ({size}) was not downloaded: pass --yes to download it, or --preset=cpu "
-            "to train without FineWeb"
+            f"FineWeb ({shown_size}) was not downloaded: run the same command again with --yes, or "
+            "train without FineWeb (bash run.sh --preset=cpu)"
         )
 
 
-def has_part(folder, count):
-    """Return whether a folder holds a shard with the first `count` tokens."""
-    path = folder / train_shard(1)
-    return path.exists() and path.stat().st_size == HEADER_BYTES + 2 * count
-
-
-def fetch_part(folder, count):
-    """Write the first `count` tokens of the first training shard as a shard of their own."""
-    headers = build_hf_headers() | {"Range": f"bytes=0-{HEADER_BYTES + 2 * count - 1}"}
-    url = hf_hub_url(filename=train_shard(1), **SOURCE)
-    response = http_backoff("GET", url, headers=headers, follow_redirects=True, timeout=60)
-    response.raise_for_status()
-    tokens = np.frombuffer(response.content, "<u2", offset=HEADER_BYTES)
-    if len(tokens) != count:
-        raise ValueError(f"{len(tokens)} tokens arrived instead of {count}")
-    write_shard(folder / train_shard(1), tokens)
-
-
-def download(folder, names, part):
-    """Download the first `part` tokens of one shard or, if part is 0, the named shards.
-
-    Raises ValueError with one sentence if that fails.
-    """
+@contextlib.contextmanager
+def errors_in_one_sentence(folder):
+    """Turn any error of a download into a ValueError with one sentence."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not part:
-            for name in names:
-                hf_hub_download(filename=name, local_dir=folder, **SOURCE)
-        elif not has_part(folder, part):
-            fetch_part(folder, part)
-    except Exception as error:  # of huggingface_hub, hf_xet, httpx or the disk
+        yield
+    except Exception as error:  # huggingface_hub, hf_xet, httpx and the disk raise many kinds
         error = error.__cause__ or error  # the cause says more than huggingface_hub's message
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -84,22 +63,48 @@ def download(folder, names, part):
         ) from None
 
 
-def fetch(folder, shards=0, part=0, yes=False):
-    """Fill a folder with the validation shard and `shards` training shards, or with a part of one.
+def fetch_shards(folder, count, yes=False):
+    """Fill a folder with the validation shard and the first `count` training shards.
 
-    part: the number of tokens, or 0. Asks first, unless `yes` is set or nothing is missing. Raises
-    ValueError with one sentence if the user does not agree or the download fails.
+    Asks first if one is missing, unless `yes` is set. Raises ValueError with one sentence if the
+    user does not agree or the download fails.
     """
-    if part:
-        names = [train_shard(1)]
-        size = 0 if has_part(folder, part) else 2 * part
-    else:
-        names = [VALIDATION, *map(train_shard, range(1, min(LAST_SHARD, shards) + 1))]
-        size = SHARD_BYTES * sum(not (folder / name).exists() for name in names)
-    if size and not yes:
-        confirm(size, folder)
-    download(folder, names, part)
+    names = [VALIDATION, *map(train_shard, range(1, count + 1))]
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing and not yes:
+        confirm(SHARD_BYTES * len(missing), folder)
+    with errors_in_one_sentence(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            hf_hub_download(filename=name, local_dir=folder, **SOURCE)
     print(f"{folder} holds {len(names)} shards of FineWeb")
+
+
+def fetch_part(folder, count, yes=False):
+    """Write the first `count` tokens of the first training shard as a shard of their own.
+
+    Asks first, unless `yes` is set. Raises ValueError with one sentence if the user does not
+    agree, the download fails, or the folder holds another shard of this name.
+    """
+    path = folder / train_shard(1)
+    size = HEADER_BYTES + 2 * count
+    if path.exists():
+        if path.stat().st_size != size:
+            raise ValueError(f"{path} holds another number of tokens: delete it, or change --out")
+    else:
+        if not yes:
+            confirm(size, folder)
+        headers = build_hf_headers() | {"Range": f"bytes=0-{size - 1}"}
+        url = hf_hub_url(filename=path.name, **SOURCE)
+        with errors_in_one_sentence(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            response = http_backoff("GET", url, headers=headers, follow_redirects=True, timeout=60)
+            response.raise_for_status()
+            tokens = np.frombuffer(response.content, "<u2", offset=HEADER_BYTES)
+            if len(tokens) != count:
+                raise ValueError(f"{len(tokens)} tokens arrived instead of {count}")
+            write_shard(path, tokens)
+    print(f"{folder} holds the first {count:,} tokens of FineWeb")
 
 
 def main():
@@ -111,12 +116,18 @@ def main():
     add = parser.add_argument
     add("--out", type=Path, help="folder (default: data/fineweb10B, or data/fineweb_part)")
     add("--shards", type=int, default=27, help="at most 103 (default: 27, for record 7)")
-    add("--part", type=int, default=0, metavar="TOKENS", help="first tokens of one training shard")
+    add("--part", type=int, metavar="TOKENS", help="first tokens of one training shard")
     add("--yes", action="store_true", help="download without asking")
     args = parser.parse_args()
-    default = Path("data", "fineweb_part" if args.part else "fineweb10B")
+    if not 0 <= args.shards <= LAST_SHARD:
+        parser.error(f"--shards={args.shards} must be from 0 to {LAST_SHARD}")
+    if args.part is not None and not 1 <= args.part <= SHARD_TOKENS:
+        parser.error(f"--part={args.part} must be from 1 to {SHARD_TOKENS}, the tokens of a shard")
     try:
-        fetch(args.out or default, args.shards, args.part, args.yes)
+        if args.part is None:
+            fetch_shards(args.out or Path("data", "fineweb10B"), args.shards, args.yes)
+        else:
+            fetch_part(args.out or Path("data", "fineweb_part"), args.part, args.yes)
     except ValueError as error:
         sys.exit(f"data/fineweb.py: {error}")
     except (KeyboardInterrupt, EOFError):  # Ctrl-C, or Ctrl-D at the question

@@ -26,9 +26,9 @@ import torch  # noqa: E402
 
 import train_gpt2  # noqa: E402
 
-TORCH_SOURCES, SMALL, FINEWEB = (
-    Path("data", name) for name in ("torch_sources", "small", "fineweb10B")
-)
+TORCH_SOURCES = Path("data", "torch_sources")
+SMALL = Path("data", "small")
+FINEWEB = Path("data", "fineweb10B")
 
 
 def read_settings(argv):
@@ -42,8 +42,9 @@ def read_settings(argv):
 
 def shards_for(args):
     """Return how many training shards of FineWeb a run reads."""
-    tokens = args.num_iterations * args.batch_size * args.sequence_length + 1  # the last target
-    return math.ceil(tokens / pack.SHARD_TOKENS)
+    inputs = args.num_iterations * args.batch_size * args.sequence_length
+    shards = math.ceil((inputs + 1) / pack.SHARD_TOKENS)  # the last input has a target, too
+    return min(shards, fineweb.LAST_SHARD)
 
 
 def pack_torch_sources():
@@ -57,7 +58,7 @@ def pack_torch_sources():
 def pack_small(yes):
     """Download a part of FineWeb and pack it."""
     folder = Path("data", "fineweb_part")
-    fineweb.fetch(folder, part=20_000_000, yes=yes)
+    fineweb.fetch_part(folder, 20_000_000, yes)
     shard = str(folder / fineweb.train_shard(1))
     pack.main([shard, "--encoding", "gpt2-2048", "--val_fraction", "0.02", "--out", str(SMALL)])
 
@@ -65,7 +66,7 @@ def pack_small(yes):
 def prepare(argv, yes):
     """Prepare the data of the run with these arguments."""
     for folder in TORCH_SOURCES, SMALL:
-        if (folder / ".pack").exists():  # packing was interrupted
+        if (folder / ".pack").exists():  # pack.py was interrupted while it replaced shards
             shutil.rmtree(folder)
     args = read_settings(argv)
     folder = Path(args.train_files).parent
@@ -77,10 +78,9 @@ def prepare(argv, yes):
         if args.device != "cpu" and torch.cuda.device_count() == 0:
             raise ValueError(
                 "no GPU was found, and these settings are for GPUs: on a CPU, a run takes months. "
-                "Try `bash run.sh` or `bash run.sh modern --preset=small`, or pass "
-                "--device=cpu"
+                "Try `bash run.sh` or `bash run.sh modern --preset=small`, or pass --device=cpu"
             )
-        fineweb.fetch(folder, shards_for(args), yes=yes)
+        fineweb.fetch_shards(folder, shards_for(args), yes)
 
 
 def main(argv):

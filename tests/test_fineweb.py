@@ -148,7 +148,7 @@ def test_a_download_needs_consent_on_a_terminal_or_yes(hub, answer):
         assert code == 0 and hub.contents() == hub.files
         assert sorted(hub.downloads) == sorted([NAMES[0], NAMES[2]])
     else:
-        assert code == 1 and "pass --yes" in stderr and not hub.downloads
+        assert code == 1 and "again with --yes" in stderr and not hub.downloads
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,21 @@ def test_a_run_gets_the_shards_that_it_needs(settings, shards):
 
 def test_a_part_of_a_shard_is_a_shard_of_its_own(hub):
     code, _, stderr = hub.run("--part=1000")
-    assert code == 1 and " MB) was not downloaded: pass --yes" in stderr
+    assert code == 1 and " MB) was not downloaded: run the same command again with" in stderr
     assert hub.run("--yes", "--part=1000")[0] == 0
     expected = write_shard(hub.folder / "expected", np.arange(1, 1001)).read_bytes()
     assert hub.contents() == {TARGET: expected}
     assert hub.run("--part=1000", port=9)[0] == 0  # complete: without a question or the hub
     code, _, stderr = hub.run("--yes", "--part=50001")
-    assert code == 1 and "50000 tokens arrived instead of 50001" in stderr
+    assert code == 1 and f"{TARGET} holds another number of tokens: delete it" in stderr
     assert hub.contents() == {TARGET: expected}
+    (hub.out / TARGET).unlink()
+    code, _, stderr = hub.run("--yes", "--part=50001")
+    assert code == 1 and "50000 tokens arrived instead of 50001" in stderr
+    assert hub.contents() == {}
+
+
+@pytest.mark.parametrize("option", ["--shards=-1", "--shards=104", "--part=0", "--part=100000001"])
+def test_a_wrong_number_is_refused(option, hub):
+    code, _, stderr = hub.run("--yes", option)
+    assert code == 2 and f"{option} must be from " in stderr and not hub.downloads
