@@ -6,9 +6,11 @@
 # bash run.sh pack INPUT... --out DIR    turn your own text into training data
 # bash run.sh TOOL [...]                 run a tool of records/tools: sample, evaluate, export, ...
 # bash run.sh test [...]                 run the test suite, or pytest with these arguments
-# Data are prepared first. You are asked before FineWeb is downloaded, unless --yes is given. The environment
-# variables NPROC and PYTHON set the number of processes and the interpreter. data/ and logs/ are
-# relative to the current folder; .venv is beside run.sh.
+#
+# Data are prepared first. You are asked before FineWeb is downloaded, unless --yes is given.
+# The environment variables NPROC and PYTHON set the number of processes and the interpreter.
+# data/ and logs/ are relative to the current folder; .venv is beside run.sh.
+
 [ -n "${BASH_VERSION:-}" ] || { echo "run.sh: start it with: bash run.sh" >&2; exit 1; }
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -23,30 +25,45 @@ case $command in
 *)
     # Only files with this line are tools; the others are modules that tools import.
     grep -qs '^if __name__ == "__main__":' "$tools/$command.py" ||
-        fail "$command is neither a setting (--name=value) nor a tool: see the top of run.sh" ;;
+        fail "$command is neither a setting (--name=value) nor a command: see bash run.sh --help" ;;
 esac
 
 # ---- Packages: use $PYTHON if it has all of them, else .venv, and install what is missing there
 requirements=requirements.txt
-[[ ! $command =~ ^(report|compare|repeat|export|test)$ ]] || requirements+=" records/requirements.txt"
-[ "$command" != test ] || requirements+=" tests/requirements.txt"
+case $command in
+report | compare | repeat | export) requirements+=" records/requirements.txt" ;;
+test) requirements+=" records/requirements.txt tests/requirements.txt" ;;
+esac
+# The names in these files, without packages that only some platforms need.
 names=$(cd "$root" && grep -hv ';' $requirements | grep -o '^[a-z][a-z_-]*' || true)
-missing() {  # print the first package that an interpreter lacks, from the last line of a traceback
+missing() {  # print what an interpreter lacks
     "$1" -c "import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+oldest = {'torch': (2, 5), 'huggingface_hub': (1, 0), 'tiktoken': (0, 9)}
 for name in sys.argv[1:]:
-    version(name)
-assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 5), 'torch is older than 2.5'
-assert int(version('huggingface_hub').split('.')[0]) >= 1, 'huggingface_hub is older than 1'" \
-        $names 2>&1 | tail -n 1 | sed 's/.*: //' || true
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        print(name, 'is missing')
+        break
+    if name in oldest and tuple(map(int, found.split('.')[:2])) < oldest[name]:
+        print(name, found, 'is too old')
+        break" $names || echo "its packages cannot be listed"
 }
 is_new() { "$1" -c "import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null; }
 python=${PYTHON:-python3}
-[[ $python != */* || $python = /* ]] || python=$PWD/$python  # run.sh may change the folder
-is_new "$python" || fail "$python is not Python 3.10 or newer: install it, and set PYTHON"
+if [[ $python = */* && $python != /* ]]; then
+    python=$PWD/$python  # run.sh may change the folder
+fi
+is_new "$python" ||
+    fail "$python is not Python 3.10 or newer: install a newer Python, and set PYTHON to its path"
 if [ -n "$(missing "$python")" ]; then
     venv=$root/.venv
-    is_new "$venv/bin/python" || "$python" -m venv --clear "$venv"
+    if [ ! -e "$venv" ]; then
+        "$python" -m venv "$venv"
+    fi
+    is_new "$venv/bin/python" ||
+        fail "$venv has no working Python 3.10 or newer: delete it, and start again"
     if [ -n "$(missing "$venv/bin/python")" ]; then
         "$venv/bin/python" -m pip --version >/dev/null ||
             fail "$venv has no pip, perhaps because its creation was interrupted or the system lacks python3-venv: delete it, and start again"
@@ -57,23 +74,31 @@ if [ -n "$(missing "$python")" ]; then
 fi
 
 # By default, idle threads of libgomp busy-wait so long that they slow down training and other programs.
-[ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
+if [ -z "${OMP_WAIT_POLICY:-}" ]; then
+    export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
+fi
 
 # PyTorch would start a thread for each core, even in a container that is limited to a few.
 group=/sys/fs/cgroup
 # The quota and the period in microseconds: cgroup v2, or else v1.
 limits=$(cat $group/cpu.max $group/cpu/cpu.cfs_{quota,period}_us 2>/dev/null | tr '\n' ' ' || true)
 if [[ -z ${OMP_NUM_THREADS:-} && ${NPROC:-1} = 1 && $limits =~ ^([0-9]+)\ ([0-9]+) ]]; then
-    threads=$((BASH_REMATCH[1] / BASH_REMATCH[2]))
-    [ "$threads" -ge "$(getconf _NPROCESSORS_ONLN)" ] || export OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
+    limit=$((BASH_REMATCH[1] / BASH_REMATCH[2]))
+    if [ "$limit" -lt "$(getconf _NPROCESSORS_ONLN)" ]; then
+        export OMP_NUM_THREADS=$((limit > 1 ? limit : 1))
+        threads_are_limited=yes
+    fi
 fi
 
 # ---- Commands that do not train
 case $command in
 test)
     cd "$root"
-    [ $# -gt 1 ] || set -- test -n 2 --dist worksteal
-    OMP_NUM_THREADS=1 exec "$python" -m pytest "${@:2}" ;;
+    export OMP_NUM_THREADS=1
+    if [ $# -eq 1 ]; then
+        exec "$python" -m pytest -n 2 --dist worksteal
+    fi
+    exec "$python" -m pytest "${@:2}" ;;
 pack) exec "$python" "$root/data/pack.py" "${@:2}" ;;
 "" | -* | modern | repeat | profile) ;;
 *) exec "$python" "$tools/$command.py" "${@:2}" ;;
@@ -103,34 +128,47 @@ if any(map(glob.glob, ('/dev/nvidia*', '/dev/nvhost*', '/dev/kfd', '/dev/dxg')))
     import torch
     count = torch.cuda.device_count()
     if not count:
-        advice = 'install a build for it, or a newer driver; training on the CPU now'
-        print(f'run.sh: torch {torch.__version__} finds no GPU here: {advice}', file=sys.stderr)
+        advice = 'if this machine has one, install a build of torch for it, or a newer driver'
+        print(f'run.sh: torch {torch.__version__} finds no GPU: {advice}', file=sys.stderr)
 print(count)")
 fi
 settings=()
-[ -n "$word" ] || [ "$gpus" -gt 0 ] || settings+=(--preset=cpu)  # a later --preset wins
+if [ -z "$word" ] && [ "$gpus" -eq 0 ]; then
+    settings+=(--preset=cpu)  # a later --preset wins
+fi
 yes=
 for argument; do
     if [ "$argument" = --yes ]; then yes=--yes; else settings+=("$argument"); fi
 done
-set -- $word ${settings[@]+"${settings[@]}"}
-[[ " $* " = *" --help "* || " $* " = *" -h "* ]] || "$python" "$root/data/prepare.py" "$@" $yes
+set -- ${settings[@]+"${settings[@]}"}  # the bash of macOS takes an empty array for an unset one
+if [[ " $* " = *" --help "* || " $* " = *" -h "* ]]; then
+    sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"  # the comment at the top of this file
+else
+    "$python" "$root/data/prepare.py" $word "$@" $yes
+fi
 
 processes=${NPROC:-$((gpus > 1 ? gpus : 1))}
 if [ "$command" = repeat ]; then
-    NPROC=$processes exec "$python" "$tools/repeat.py" "$runs" "$@"
+    NPROC=$processes exec "$python" "$tools/repeat.py" "$runs" $word "$@"
 elif [ "$command" = profile ]; then
     script=$tools/step_profile.py
+    set -- $word "$@"
 elif [ -n "$word" ]; then
     script=$root/records/modern/train_modern.py
-    shift
 elif [ -z "$command" ] && [ "$gpus" -eq 0 ] && [ "$processes" -eq 1 ]; then
     exec "$python" "$tools/first_run.py"  # trains, and ends with a chart and a sample
 else
     script=$root/train_gpt2.py
 fi
-[ "$processes" -gt 1 ] || exec "$python" "$script" "$@"
+if [ "$processes" -eq 1 ]; then
+    exec "$python" "$script" "$@"
+fi
+if [ -n "${threads_are_limited:-}" ]; then
+    unset OMP_NUM_THREADS  # torchrun gives each process one thread
+fi
 # torchrun handles SIGHUP even under nohup, so a closed terminal would stop the run. trap -p prints
 # HUP if it has been ignored from the start. Then leave it out of torchrun's signals.
-[ -z "$(trap -p HUP)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
+if [ -n "$(trap -p HUP)" ]; then
+    export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
+fi
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" "$script" "$@"

@@ -167,8 +167,7 @@ def test_a_cpu_quota_limits_the_threads(files, given, expected, clone, tmp_path)
     assert lines[-1].startswith(f"{expected}; ")
 
 
-def test_an_old_python_is_refused_and_its_environment_is_replaced(clone):
-    """Earlier versions left a .venv of the old Python behind."""
+def test_an_old_python_is_refused_and_its_environment_is_kept(clone):
     old, venv = clone / "old", clone / ".venv/bin/python"
     venv.parent.mkdir(parents=True)
     for path in old, venv:
@@ -176,11 +175,33 @@ def test_an_old_python_is_refused_and_its_environment_is_replaced(clone):
         path.chmod(0o755)
     status, lines, stderr = run_sh(clone, PYTHON=str(old))
     assert (status, lines) == (1, [])
-    assert f"{old} is not Python 3.10 or newer: install it, and set PYTHON\n" in stderr
+    assert f"{old} is not Python 3.10 or newer: install a newer Python" in stderr
     lacks_torch = STUB.replace("*-c*) ;;", "*version_info*) ;;\n*importlib*) echo torch ;;")
     (clone / "python").write_text(lacks_torch)
+    status, lines, stderr = run_sh(clone)
+    assert (status, lines) == (1, [])
+    assert ".venv has no working Python 3.10 or newer: delete it, and start again" in stderr
+    (clone / ".venv/bin/python").unlink()
+    (clone / ".venv/bin").rmdir()
+    (clone / ".venv").rmdir()
     _, lines, _ = run_sh(clone)
-    assert commands(lines)[0] == "-m venv --clear .venv"
+    assert commands(lines)[0] == "-m venv .venv"
+
+
+def test_a_missing_package_is_named(clone):
+    """By the real Python. Its installation fails, because pip may not use the network."""
+    (clone / "requirements.txt").write_text("no-such-package>=1\n")
+    (clone / ".venv/bin").mkdir(parents=True)
+    (clone / ".venv/bin/python").symlink_to(sys.executable)
+    status, lines, _ = run_sh(clone, PYTHON=sys.executable, PIP_NO_INDEX="1")
+    assert status != 0
+    assert f"{sys.executable}: no-such-package is missing; installing" in lines[0]
+
+
+def test_help_lists_the_commands(clone):
+    status, lines, _ = run_sh(clone, "--help")
+    assert status == 0 and lines[0].startswith("bash run.sh [--name=value ...]  ")
+    assert any(line.startswith("bash run.sh test [...]") for line in lines)
 
 
 def test_an_environment_without_pip_is_kept_and_named(clone):
