@@ -46,7 +46,7 @@ from typing import Literal, NamedTuple, get_args, get_type_hints
 
 # The log contains this source code. Read it now, in case it is edited during the slow imports.
 SOURCE = Path(__file__).read_text(encoding="utf-8", errors="replace")
-START = time.perf_counter()  # before this file's slow imports, which count as setup
+START = time.perf_counter()  # so that these imports count as setup
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class Hyperparameters:
     init: str = setting("", "file with initial weights, such as model.pt")
     val_tokens: int = setting(10485760, "validation tokens; 0: 2**18, or all if there are fewer")
 
-    # Files and machine. You may change these settings when you resume a run.
+    # Files and machine. A resumed run may change these settings, which MAY_CHANGE lists again.
     train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
     val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "glob of validation shards")
     allow_repeat: bool = setting(False, "allow more than one epoch")
@@ -144,9 +144,9 @@ class CastedLinear(nn.Linear):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: rotates (x[i], x[i + D/2]) clockwise by position * frequencies[i].
+    """Rotary position embedding: rotates (x[i], x[i + D/2]) by -position * frequencies[i] radians.
 
-    Angles are in radians. Source, which rotates counterclockwise: https://arxiv.org/abs/2104.09864
+    Source, which rotates in the other direction: https://arxiv.org/abs/2104.09864
     """
 
     def __init__(self, frequencies, sequence_length):
@@ -169,19 +169,18 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, args):
         super().__init__()
         C = args.n_embd
-        self.n_head = args.n_head
+        self.head_dim = D = C // args.n_head
         # Separate matrices, so that Muon orthogonalizes each one separately.
         self.c_q = CastedLinear(C, C, bias=False)
         self.c_k = CastedLinear(C, C, bias=False)
         self.c_v = CastedLinear(C, C, bias=False)
         self.c_proj = CastedLinear(C, C, bias=False)
         nn.init.zeros_(self.c_proj.weight)  # every block starts as the identity
-        D = C // args.n_head
         frequencies = 10000.0 ** -(torch.arange(0, D, 2).float() / D)  # (D/2,)
         self.rotary = Rotary(frequencies, args.sequence_length)
 
     def split_heads(self, x):  # (B, T, C) to (B, T, H, D)
-        return x.unflatten(-1, (self.n_head, -1))
+        return x.unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x):  # (B, T, C)
         q = self.rotary(norm(self.split_heads(self.c_q(x))))
@@ -279,8 +278,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         count = (targets != -1).sum().clamp(min=1)  # avoids 0 / 0 if all are ignored
         # More chunks save more memory, but chunks below 512 x 50304 logits are slow on CPUs.
         max_chunks = 2 if x.is_cuda else 8  # neither value is tuned
-        most_chunks = len(x) * len(weight) // (512 * 50304)
-        chunks = min(max_chunks, max(1, most_chunks))
+        worthwhile_chunks = len(x) * len(weight) // (512 * 50304)
+        chunks = min(max_chunks, max(1, worthwhile_chunks))
         loss = 0.0
         grad_weight = 0.0
         grad_x = []
@@ -358,7 +357,7 @@ class Muon(torch.optim.Optimizer):
             updates = [slot.view_as(p) for p, slot in zip(params, buffer.split(sizes))]
             for i, (p, update) in enumerate(zip(params, updates)):
                 state = self.state[p]
-                if not state:
+                if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 momentum_buffer = state["momentum_buffer"]
                 # Every rank updates all momentum buffers, so that rank 0 can save them.
@@ -401,6 +400,7 @@ class TokenStream:
 
     The files stay open, so replacing one does not affect the run. Raises UserError if no file
     matches, if a file is not a complete shard or, in read(), if a token is not in the vocabulary.
+    Another source of tokens needs the same methods, and total_tokens; open_data() creates it.
     """
 
     def __init__(self, pattern, vocab_size):
@@ -567,7 +567,7 @@ def sum_gradients(model):
     if get_world_size() == 1:
         return
     params = [p for p in model.parameters() if p.grad is not None]
-    # fromkeys keeps each dtype once, in an order that all ranks share. train_modern.py has two.
+    # fromkeys keeps each dtype once, in an order that all ranks share; train_modern.py has two.
     for dtype in dict.fromkeys(p.dtype for p in params):
         members = [p for p in params if p.dtype == dtype]
         buffer = torch.cat([p.grad.flatten() for p in members])
@@ -736,6 +736,7 @@ def main(args, recipe=RECIPE, stop_request=None):
     if run.finished:
         run.log(start_message)
         return None
+    args = run.args
     log_header(run, start_message)
     run.log.seconds["setup"] = time.perf_counter() - START
     if args.compile:
@@ -746,7 +747,7 @@ def main(args, recipe=RECIPE, stop_request=None):
         save_checkpoint(run)
         run.log(
             f"stopped by a signal after step {run.step}; to continue from the checkpoint in "
-            f"{run.folder}, repeat the command with --run_id={run.args.run_id} --resume=auto"
+            f"{run.folder}, repeat the command with --run_id={args.run_id} --resume=auto"
         )
         return None
     log_summary(run)
@@ -877,7 +878,10 @@ def open_data(args, device):
     batch_size, T = args.batch_size, args.sequence_length
     rank, world_size = get_rank(), get_world_size()
     if batch_size % world_size:
-        raise UserError(f"batch_size={batch_size} must be a multiple of the {world_size} ranks")
+        fix = "start another number of ranks (with run.sh, set NPROC), or change --batch_size"
+        raise UserError(
+            f"batch_size={batch_size} must be a multiple of the {world_size} ranks: {fix}"
+        )
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
     needed_steps = 1 if args.allow_repeat else args.num_iterations  # that must get new data
@@ -1085,7 +1089,8 @@ def check_weights_agree(model):
     for p in model.parameters():
         bits = p.detach().float().view(torch.int32)
         checksum += bits.sum(dtype=torch.int32)  # modulo 2**32
-    check_ranks_agree(dict(weights=checksum.item()), fix="check the hardware, and resume")
+    fix = "check the hardware and, if you edited it, the optimizer; then resume"
+    check_ranks_agree(dict(weights=checksum.item()), fix)
 
 
 class StopRequest:
@@ -1350,7 +1355,8 @@ def newest_file(run):
         except UserError as error:
             run.log(f"skipping a file: {error}")
     if candidates:
-        raise UserError(f"all checkpoints in {run.folder} are damaged: pass another --run_id")
+        fix = "see the log for the reasons, or pass another --run_id"
+        raise UserError(f"no checkpoint in {run.folder} can be used: {fix}")
     return None
 
 

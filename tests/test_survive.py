@@ -463,7 +463,7 @@ REFUSALS = [
     ({"run_id": "folder"}, FOREIGN),
     ({"run_id": "pipe"}, FOREIGN),
     ({"run_id": "notes"}, FOREIGN),
-    ({"run_id": "damaged", "resume": "auto"}, "all checkpoints in .*damaged are damaged"),
+    ({"run_id": "damaged", "resume": "auto"}, "no checkpoint in .*damaged can be used"),
     ({**INIT, "n_head": 1}, r"first/model.pt was saved with n_head=2 \(here 1\): use the same"),
     ({**INIT, "n_layer": 1}, ANOTHER_MODEL),
     ({**INIT, "init": "nowhere.pt"}, r"nowhere.pt cannot be used \(FileNotFoundError"),
