@@ -148,7 +148,8 @@ def write_run_on_own_tokens(folder):
     write_shard(folder / "val_0.bin", range(500))
     files = dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin")
     state = small_state(vocab_size=512, val_tokens=496, **files)
-    state["fixed"]["encoding"] = None
+    stream = train_gpt2.TokenStream(files["val_files"], 512)
+    state["fixed"] |= dict(encoding=None, val_data=train_gpt2.digest(stream.checksums()))
     return write_weights(folder / "model.pt", state)
 
 

@@ -83,7 +83,7 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
     [
         ({"seed": 1}, {}, TARGET, "share a seed: [1, 1, 2]"),
         ({"stopped_at": 30}, {}, TARGET, "unfinished at step 30 of 40"),
-        ({"loss": float("nan")}, {}, TARGET, "diverged at step 40"),
+        ({"loss": float("nan")}, {}, TARGET, "a_seed3.txt diverged by step 40"),
         ({"batch_size": 8}, {}, TARGET, "in: batch_size 8 against 4"),
         ({"source": "another"}, {}, TARGET, "in: source of the script"),
         ({"torch": "2.5.1"}, {}, TARGET, "in: torch 2.5.1 against 2.13.0"),
@@ -97,7 +97,7 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
         ({}, {"num_iterations": 20}, AGAINST, "a read 1,280 tokens and b 640: the first side may"),
         ({}, {}, AGAINST, "all differences of the pairs are 0.0: a test needs some spread"),
         ({}, {}, "--target=1.5 --n=5", "a has 3 runs, but n=5 was fixed in advance"),
-        ({}, {}, "--target=1.7", "not the target in the logs, 1.5"),
+        ({}, {}, "--target=1.7", "not the target of these runs: pass --target=1.5"),
         ({}, {}, "--against {}/a*", "a log is on both sides"),
         ({}, {}, "--against {}/b_seed1.txt", "b has 1 run"),
         ({}, {}, "", "2"),  # argparse's exit status: neither side

@@ -116,6 +116,13 @@ def test_without_a_known_encoding_only_tokens_are_measured(tmp_path, capsys):
         run(capsys, path, tmp_path / "val_0.bin", "--encoding=bytes")
 
 
+def test_other_validation_data_under_the_same_name_are_refused(tmp_path, capsys):
+    path = write_run_on_own_tokens(tmp_path)
+    write_shard(tmp_path / "val_0.bin", range(499, -1, -1))
+    with pytest.raises(ValueError, match="no longer holds the validation data of the run"):
+        run(capsys, path)
+
+
 def test_a_text_is_read_as_pack_reads_it(tmp_path, capsys):
     """Ends of lines remain, and each line of a .jsonl file is a document."""
     path = write_uniform_model(tmp_path)

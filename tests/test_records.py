@@ -380,12 +380,12 @@ def test_stale_tables_are_noticed_and_renewed(tmp_path, monkeypatch, capsys):
         assert report.main(["--refresh"]) == 0 and report.main(["--stale"]) == 0
         assert readme.read_text() == page.format("| table | a b\n")
     tool.write_text("print('half a table'); raise ValueError")
-    with pytest.raises(ValueError, match=r"this command of a README fails: (.|\n)*ValueError"):
+    with pytest.raises(ValueError, match=r"README\.md: this command fails: (.|\n)*ValueError"):
         report.main(["--refresh"])
     tool.write_text("print('a table')")
     open_table = page.format("").replace("<!-- end -->", "<!-- end-->")
     for kept in open_table, open_table + page.format(""):
         readme.write_text(kept)
-        with pytest.raises(ValueError, match="has no <!-- end -->"):
+        with pytest.raises(ValueError, match=r"README\.md: .*no <!-- end -->"):
             report.main(["--refresh"])
         assert readme.read_text() == kept

@@ -3,10 +3,10 @@
     python records/tools/compare.py LOG... --target 1.32 --n 10     # is the mean loss below it?
     python records/tools/compare.py LOG... --against LOG... --n 5   # is A's mean below B's?
 
-LOG as for report.py. Runs of one seed read the same batches and, if their weights have the same
-shapes, start from the same weights. So if both sides have the same seeds, the test is on the
-differences of the pairs; if they have no seed in common, it is Welch's test. Two sides of one name
-are called first and, after --against, second.
+LOG as for report.py. Runs of one seed read the same batches, if their batches have equal sizes,
+and start from the same weights, if these have the same shapes. So if both sides have the same
+seeds, the test is on the differences of the pairs; if they have no seed in common, it is Welch's
+test. If both sides have the same name, they are called first and second.
 
 --n is the number of runs per side that was fixed before the runs. Without it there is no verdict,
 and the exit status is 0. With it, the verdict is "Significant" and the status 0 if the one-sided p
@@ -14,11 +14,11 @@ is below 0.01; otherwise, the verdict is "Not significant" and the status 1. --n
 the loss that one per cent more steps saves; with it, a difference is also printed as the change in
 the number of steps that would cancel it, if the loss is linear in the logarithm of the steps.
 
-The tool rejects unfinished, diverged or edited runs, duplicate runs or seeds, seeds on one side
-only if others are on both, and groups whose settings, source or torch version vary. It also rejects
-sides that differ in data, validation tokens, sequence_length, number of processes or dtype. With
---n, it also rejects a first group that read more tokens than the second. Losses are in nats per
-token.
+The tool rejects unfinished, diverged or edited runs, a run or a seed that occurs twice on a side,
+sides that share some of their seeds but not all, and groups whose settings, source or torch version
+vary. It also rejects sides that differ in data, validation tokens, sequence_length, number of
+processes or dtype. With --n, it also rejects a first group that read more tokens than the second.
+Losses are in nats per token.
 """
 
 import numpy as np
@@ -38,27 +38,32 @@ def side(logs):
 
 
 # ---- Checks -------------------------------------------------------------------------------------
-def differences(a, b):
+def differences(run, other):
     """Describe how two runs differ: settings (except MAY_VARY), source, torch."""
-    left, right = a.settings, b.settings
+    left, right = run.settings, other.settings
     changed = [
         f"{name} {left.get(name)!r} against {right.get(name)!r}"
         for name in sorted((left.keys() | right.keys()) - MAY_VARY)
         if left.get(name) != right.get(name)
     ]
-    if a.source != b.source:
+    if run.source != other.source:
         changed.append("source of the script")
-    if a.facts.get("torch") != b.facts.get("torch"):
-        changed.append(f"torch {a.facts.get('torch')} against {b.facts.get('torch')}")
+    if run.facts.get("torch") != other.facts.get("torch"):
+        changed.append(f"torch {run.facts.get('torch')} against {other.facts.get('torch')}")
     return "; ".join(changed)
 
 
 def check_finished(run):
     """Raise ValueError for a run without a valid result: leaving it out would bias the mean."""
     require(
-        run.finished,
-        f"{run.path} is {run.fault} at step {run.last_step} of {run.num_iterations}: "
-        f"every run counts, so resume it if it is unfinished",
+        run.fault != "diverged",
+        f"{run.path} diverged by step {run.last_step}, so its side has no mean: change the "
+        "settings, and train all of its seeds again",
+    )
+    require(
+        run.fault != "unfinished",
+        f"{run.path} is unfinished at step {run.last_step} of {run.num_iterations}: resume it, "
+        "because every run counts",
     )
     edit = "the script was edited between two starts, so the result belongs to no version"
     require(not run.edited, f"{run.path}: {edit}")
@@ -80,17 +85,18 @@ def check(sides, target, n):
         require(len(runs) > 1, f"{name} has {len(runs)} run: a test needs at least 2")
         require(
             n in (None, len(runs)),
-            f"{name} has {len(runs)} runs, but n={n} was fixed in advance: give exactly these "
-            f"{n}, or omit --n for no verdict",
+            f"{name} has {len(runs)} runs, but n={n} was fixed in advance: give exactly the {n} "
+            "runs, or omit --n for no verdict",
         )
         check_repetitions(runs)
     every = [run for _, runs in sides for run in runs]
     require(len({run.path.resolve() for run in every}) == len(every), "a log is on both sides")
     logged = every[0].settings.get("target_val_loss")
-    agrees = target is None or not logged or target == logged  # 0 in a log means no target
+    is_target_of_runs = target is None or not logged or target == logged  # 0 means no target
     require(
-        agrees,
-        f"--target={target} is not the target in the logs, {logged}: set it before the runs",
+        is_target_of_runs,
+        f"--target={target} is not the target of these runs: pass --target={logged}, which was "
+        "fixed before them",
     )
     for what, value_of in COMPARABLE.items():
         check_equal(what, value_of, every)
@@ -131,13 +137,15 @@ def losses_table(groups):
 
 def interval_of_mean(x):
     """Return the 95% t-interval of the mean, as text."""
-    check_spread("losses", x)
+    if len(set(x)) == 1:
+        return "unknown, because all losses are equal"
     low, high = stats.ttest_1samp(x, 0).confidence_interval(0.95)
     return f"{low:.4f} to {high:.4f}"
 
 
 def against_target(name, x, target):
     """Print the one-sided t-test of mean < target; return p."""
+    check_spread(f"losses of {name}", x)
     result = stats.ttest_1samp(x, target, alternative="less")
     print(
         f"\nTarget {target:g}. One-sided t-test that the mean of {name} is below it: "
@@ -170,7 +178,7 @@ def in_pairs(a, b, pairs, nats_per_percent=None):
     ]
     print(f"\n{markdown(['seed', a, b, 'difference'], rows)}")
     sizes = [run.facts.get("parameters") for run in pairs[0]]
-    if sizes[0] != sizes[1]:
+    if None not in sizes and sizes[0] != sizes[1]:
         counts = f"{sizes[0]} and {sizes[1]} parameters"
         print(f"\nThe sides have {counts}, so the runs of a pair start from different weights.")
     two = stats.ttest_1samp(d, 0)
@@ -207,9 +215,9 @@ def verdict(p, n):
     """Return the verdict and the exit status: 1 if --n was given and it is not significant."""
     if n is None:
         return "No verdict: pass --n, the number of runs fixed in advance.", 0
-    if not p < ALPHA:  # also if p is NaN
-        return f"Not significant: p={p:.2g} is not below {ALPHA:g}.", 1
-    return f"Significant: p={p:.2g} is below {ALPHA:g}, with n={n} fixed in advance.", 0
+    if p < ALPHA:
+        return f"Significant: p={p:.2g} is below {ALPHA:g}, with n={n} fixed in advance.", 0
+    return f"Not significant: p={p:.2g} is not below {ALPHA:g}.", 1
 
 
 # ---- Command line -------------------------------------------------------------------------------
@@ -220,15 +228,17 @@ def main(argv):
     other.add_argument("--against", nargs="+", metavar="LOG", help="the other side")
     other.add_argument("--target", type=float, help="loss that the mean must be below")
     parser.add_argument("--n", type=int, help="number of runs per side, fixed in advance")
-    parser.add_argument(
-        "--nats_per_percent", type=float, help="loss that one per cent more steps saves"
-    )
+    help = "with --against: loss that one per cent more steps saves"
+    parser.add_argument("--nats_per_percent", type=float, help=help)
     options = parser.parse_args(argv)
+    if options.nats_per_percent is not None:
+        require(options.nats_per_percent > 0, "--nats_per_percent must be more than 0")
     sides = [side(options.logs)]
     if options.against:
         sides.append(side(options.against))
-        if sides[0][0] == sides[1][0]:
-            sides = [("first", sides[0][1]), ("second", sides[1][1])]
+        (a, runs), (b, others) = sides
+        if a == b:
+            sides = [("first", runs), ("second", others)]
     check(sides, options.target, options.n)
     groups = [(name, [run.val_loss for run in runs]) for name, runs in sides]
     print(losses_table(groups))

@@ -48,13 +48,18 @@ def total_nats(gpt, tokens, T):
 
 def read_shards(pattern, args, encoding, count=None):
     """Return the first `count` tokens (default: all) of the shards matching a glob, (N,) int64."""
-    own, n_vocab = (encoding.name, encoding.n_vocab) if encoding else (None, args.vocab_size)
-    found = train_gpt2.read_manifest(pattern).get("encoding", own)
-    require(
-        found == own,
-        f"{pattern!r} has the encoding {found}, and the model {own or 'an unknown one'}: give a "
-        "text, or shards of that encoding",
-    )
+    found = train_gpt2.read_manifest(pattern).get("encoding")
+    if found and encoding is None:
+        raise ValueError(
+            f"{pattern!r} has the encoding {found}, and that of the model is unknown: pass "
+            f"--encoding={found} if it is the same"
+        )
+    if found and found != encoding.name:
+        raise ValueError(
+            f"{pattern!r} has the encoding {found}, and the model {encoding.name}: give a text, or "
+            "shards of the model's encoding"
+        )
+    n_vocab = encoding.n_vocab if encoding else args.vocab_size
     stream = train_gpt2.TokenStream(pattern, n_vocab)
     return torch.from_numpy(stream.read(0, count or stream.total_tokens).astype(np.int64))
 
@@ -92,6 +97,12 @@ def main(argv):
     encoding = weights.encoding_of(state, args, options.encoding)
     texts = {name: read_text(name, args, encoding, options.text_field) for name in options.texts}
     if not texts:
+        stream = train_gpt2.TokenStream(args.val_files, args.vocab_size)
+        is_same = train_gpt2.digest(stream.checksums()) == state["fixed"]["val_data"]
+        require(
+            is_same,
+            f"{args.val_files!r} no longer holds the validation data of the run: give a TEXT",
+        )
         texts = {args.val_files: read_shards(args.val_files, args, encoding, args.val_tokens + 1)}
     for name, tokens in texts.items():  # report mistakes before printing a row
         require(len(tokens) > 1, f"{name} has too few tokens: nothing is left to predict")

@@ -34,7 +34,10 @@ MODELING = "modeling_gpt2_speedrun"  # the module that adapts the model to trans
 
 # ---- Tokenizer and model ------------------------------------------------------------------------
 class PreTrainedTokenizerFast(transformers.PreTrainedTokenizerFast):
-    """Saved under this name, which transformers 4 knows, too; 5 would save TokenizersBackend."""
+    """transformers saves the name of this class, and both versions 4 and 5 know this one.
+
+    Version 5's own name, TokenizersBackend, is unknown to version 4.
+    """
 
 
 def tokenizer_of(encoding, sequence_length):
@@ -83,8 +86,8 @@ def as_module(text, modules):
 def write_code(folder, recipe):
     """Write the files of a recipe as the modules of a package, and the one that adapts its model.
 
-    So two exports do not mix. In a model from the Hub, transformers would take an absolute import
-    between them for a missing package.
+    Imports between the modules become relative. Otherwise, two exports that are loaded together
+    would share a module, and transformers would take an absolute import for a missing package.
     """
     modules = [Path(file).stem for file in recipe.sources]
     for file, text in recipe.sources.items():
@@ -100,11 +103,11 @@ def write_code(folder, recipe):
 def write_model(folder, gpt, args, encoding, recipe):
     """Write the code, the settings and the float32 weights of the model of a recipe."""
     write_code(folder, recipe)
-    generation, unused = dict(use_cache=False), None
+    generation = dict(use_cache=False)
+    unused = None
     if encoding:
-        pad_token = encoding.encode_single_token(PADDING_BYTE)
-        generation |= dict.fromkeys(("bos_token_id", "eos_token_id"), encoding.eot_token)
-        generation |= dict(pad_token_id=pad_token)
+        end, pad_token = encoding.eot_token, encoding.encode_single_token(PADDING_BYTE)
+        generation |= dict(bos_token_id=end, eos_token_id=end, pad_token_id=pad_token)
         unused = [pad_token, *range(encoding.n_vocab, args.vocab_size)]  # ids that occur in no text
     generation_config = transformers.GenerationConfig(**generation, suppress_tokens=unused)
     generation_config.save_pretrained(folder)
@@ -116,7 +119,7 @@ def write_model(folder, gpt, args, encoding, recipe):
             AutoModelForCausalLM=f"{MODELING}.GPT2SpeedrunForCausalLM",
         ),
         dtype="float32",
-        # How trainers compute logits from the last hidden state: as in train_modern.py.
+        # TRL computes the logits itself, so it must know the soft cap of train_modern.py.
         final_logit_softcapping=getattr(sys.modules[type(gpt).__module__], "LOGIT_SOFTCAP", None),
         tie_word_embeddings=gpt.lm_head.weight is gpt.wte.weight,
     )
@@ -154,9 +157,7 @@ A language model with {parameters:,} parameters, trained by `{script}`.
 - Training: {training}.
 - Validation loss: {loss}.
 - Encoding: {tokenizer}
-- Unlike OpenAI's GPT-2, the model has rotary positions, RMSNorm without a gain, normalized queries
-  and keys, ReLU^2 and no biases. `{script}` in this folder defines it, and `{MODELING}.py`
-  adapts it to transformers.
+- `{script}` in this folder defines the model, and `{MODELING}.py` adapts it to transformers.
 - There is no cache of keys and values: each generated token costs a pass over the whole text.
 - Works with transformers 4.57.1 to {transformers.__version__}; refuses older versions.
 
@@ -206,9 +207,9 @@ def check(folder, gpt, args, encoding, script):
     expected = gpt(inputs)
     difference = (model(inputs).logits - expected).abs().max().item()
     require(
-        difference <= 1e-5 * max(1, expected.abs().max().item()),  # False for NaN
-        f"the exported logits differ from those of {script} by {difference:.2g}: a setting that "
-        "changes the model must not be in MAY_CHANGE; nan: the run diverged",
+        difference <= 1e-5 * max(1, expected.abs().max().item()),
+        f"the exported logits differ from those of {script} by {difference:.2g}: if a setting in "
+        "MAY_CHANGE changes the model, remove it from there",
     )
     return difference
 

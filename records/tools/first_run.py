@@ -41,7 +41,7 @@ def expectation(run):
 
 
 def experiment(run):
-    """Return what determines the loss up to rounding: the settings without dtype, and the data."""
+    """Return the settings, without dtype, and the checksum of the validation data."""
     names = run.settings.keys() - MAY_VARY - {"dtype"}
     return {name: run.settings[name] for name in names}, run.facts.get("val_data")
 

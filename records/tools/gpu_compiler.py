@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,9 @@ FOLDER = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = FOLDER.name
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # kernels are recorded in this process
+
+if shutil.which("g++") is None:
+    sys.exit("plan.py: g++ is not installed: install it, for example with apt-get install g++")
 
 # The simulated device must be loaded before torch looks for a real one.
 torch_folder = Path(importlib.util.find_spec("torch").origin).parent
@@ -157,7 +161,6 @@ triton_helpers.set_driver_to_gpu = lambda: None  # keeps this driver
 class Kernel:
     """A Triton kernel of a graph."""
 
-    name: str
     kind: str  # attention, scatter (adds atomically), embedding (of such a sum), or triton
     launches: int
     bytes: float  # read and written per launch
@@ -177,9 +180,12 @@ ITEM_SIZES = {"*bf16": 2, "*fp32": 4, "*i64": 8, "*i1": 1}
 generated = {}  # Triton kernels by name
 
 
-def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
+original_make_launchers = CachingAutotuner._make_launchers
+
+
+def record_kernel(self):
     """Record a Triton kernel. Called again if Inductor adds configurations to it."""
-    make_launchers(self)
+    original_make_launchers(self)
     source, meta, signature = self.fn.src, self.inductor_meta, self.triton_meta["signature"]
     loops = re.findall(r"\b([xyzr]\d?_?)numel = (\d+)", source)
     sizes = {axis: int(size) for axis, size in loops}
@@ -192,20 +198,14 @@ def record_kernel(self, make_launchers=CachingAutotuner._make_launchers):
         moved += again * sizes["x"] * sizes["r0_"]
     name, kind = meta["kernel_name"], "triton"
     if name.startswith("triton_poi_fused_embedding_dense_backward") and meta["num_load"]:
-        moved *= 3  # it casts a sum from float32 to bfloat16; Inductor counts only the writes
+        moved *= 3  # Inductor counts only the 2 bytes that are written, not the 4 that are read
     if name.startswith("triton_tem"):
         kind = "attention"  # FlexAttention is the only template of a kernel
     elif meta.get("atomic_add_found"):
         kind = "scatter"
     elif "embedding_dense_backward" in name:
         kind = "embedding"
-    generated[name] = Kernel(
-        name=name,
-        kind=kind,
-        launches=0,
-        bytes=moved,
-        sizes=tuple(sizes.values()),
-    )
+    generated[name] = Kernel(kind, launches=0, bytes=moved, sizes=tuple(sizes.values()))
     print(name, file=sys.stderr, flush=True)
 
 

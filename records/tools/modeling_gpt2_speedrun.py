@@ -20,7 +20,7 @@ from .train_gpt2 import MAY_CHANGE, RECIPE
 
 require_version("transformers>=4.57.1", "Upgrade with: pip install -U transformers")
 
-# Settings that can define the model, with their defaults. Config.dtype is that of transformers.
+# Settings that can define the model, with their defaults. transformers has its own `dtype`.
 SETTINGS = {
     name: value
     for name, value in vars(RECIPE.settings()).items()
@@ -165,14 +165,16 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids[:, -limit:], attention_mask=attention_mask, **kwargs
         )
 
-    def run(self, compute, input_ids, attention_mask=None, position_ids=None, **others):
+    def compute_by_document(
+        self, compute, input_ids, attention_mask=None, position_ids=None, **others
+    ):
         """Return compute(tokens), a (B, T, ...) tensor, for documents that do not see each other.
 
         compute: a function of tokens (B, T). The result is 0 for padding. For the other arguments
         and the errors, see forward.
         """
         others.pop("cache_position", None)  # passed by transformers 4
-        if position_ids is not None:  # which tell where documents start, like these
+        if position_ids is not None:  # these arguments also say where documents start
             for name in "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx":
                 others.pop(name, None)
         for name, value in others.items():
@@ -184,7 +186,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         tokens, limit = input_ids.size(1), self.config.sequence_length
         if tokens > limit:
             raise ValueError(f"{tokens} tokens are more than sequence_length={limit}")
-        # The copies of nn.DataParallel have no parameters, and keep the dtype of before.
+        # Copies made by nn.DataParallel have no parameters. They keep the model's dtype.
         self.gpt.dtype = next((p.dtype for p in self.parameters()), self.gpt.dtype)
         if attention_mask is None and position_ids is None:
             return compute(input_ids)
@@ -235,7 +237,7 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             return hidden[0]
 
         arguments.pop("use_cache", None)
-        return BaseModelOutput(self.run(compute, input_ids, **arguments))
+        return BaseModelOutput(self.compute_by_document(compute, input_ids, **arguments))
 
     @can_return_tuple  # handles return_dict=False
     def forward(
@@ -260,7 +262,9 @@ class GPT2SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         if T exceeds sequence_length, and for a wrong shape or wrong positions; TypeError for
         arguments that it would have to ignore, such as inputs_embeds.
         """
-        logits = self.run(self.gpt, input_ids, attention_mask, position_ids, **others)
+        logits = self.compute_by_document(
+            self.gpt, input_ids, attention_mask, position_ids, **others
+        )
         if not isinstance(logits_to_keep, torch.Tensor):
             logits_to_keep = slice(-logits_to_keep, None)
         logits = logits[:, logits_to_keep]

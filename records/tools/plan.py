@@ -45,8 +45,6 @@ SCATTER_SHARE = 0.4  # of the memory's bandwidth, for atomic additions
 COMPILED_LAUNCH = 3e-6  # s between two kernels of a graph
 EAGER_LAUNCH = 5e-6  # s to launch an operation from Python
 COLLECTIVE_LAUNCH = 40e-6  # s to start an all-reduce; 45 to 90 us were seen with small tensors
-
-
 SAMPLED = 64  # sequences and steps, to count visible blocks
 
 
@@ -100,6 +98,7 @@ class Clock(TorchDispatchMode):
         super().__init__()
         self.gpu, self.vocab_size, self.world_size = gpu, args.vocab_size, world_size
         self.visible = visible  # see visible_blocks; None without windows
+        self.first_is_long = True  # whether the first layer has the long mask
         self.seconds = 0.0
         self.graph = None  # the compiled graph that is running, if any
         self.masks = {}  # its block masks, numbered in the order of their first use
@@ -128,8 +127,10 @@ class Clock(TorchDispatchMode):
         """Charge launches to a part. moved, flops: bytes and FLOPs per launch."""
         bandwidth = self.gpu.bandwidth * (SCATTER_SHARE if kind == "scatter" else STREAM_SHARE)
         seconds = max(flops / self.gpu.flops / FLOPS_SHARES.get(kind, 1), moved / bandwidth)
-        # In eager code, Python launches the next operation while the GPU still runs this one.
-        seconds = seconds + COMPILED_LAUNCH if self.graph else max(seconds, EAGER_LAUNCH)
+        if self.graph:
+            seconds += COMPILED_LAUNCH
+        else:  # Python launches the next operation while the GPU still runs this one
+            seconds = max(seconds, EAGER_LAUNCH)
         amounts = dict(launches=launches, bytes=launches * moved, flops=launches * flops)
         self.spend(part, launches * seconds, **amounts)
 
@@ -145,11 +146,13 @@ class Clock(TorchDispatchMode):
         self.graph = None
 
     def flex_attention(self, backward, args, out):
-        """Charge flex_attention. The last layer, with which backward begins, has the long mask."""
+        """Charge flex_attention."""
         B, H, T, D = args[0].shape
-        indices = args[9 if backward else 4][3]  # of its block mask
-        visible = self.visible if backward or self.first_is_long else self.visible[::-1]
-        mask = self.masks.setdefault(indices, len(self.masks))
+        block_mask = args[9 if backward else 4]
+        mask = self.masks.setdefault(block_mask[3], len(self.masks))  # its indices identify it
+        # Forward begins with the first layer; backward, with the last, which has the long mask.
+        long, short = self.visible
+        visible = (long, short) if backward or self.first_is_long else (short, long)
         tensors = [x for x in (*args, *out) if isinstance(x, torch.Tensor)]
         flops = (5 if backward else 2) * 2 * B * H * T * D * BLOCK * visible[mask]
         part = f"attention, {self.graph.kind}"
@@ -234,7 +237,8 @@ def planned(args, recipe, gpu, world_size, token_files=""):
     muon = run.optimizers[0]
     matrices = sum(p.numel() for group in muon.param_groups for p in group["params"])
     states = tree_leaves([optimizer.state_dict()["state"] for optimizer in run.optimizers])
-    peak = max(graph.peak_bytes for graph in graphs[1:])  # includes new gradients
+    training = [graph for graph in graphs if graph.kind != "validation"]
+    peak = max(graph.peak_bytes for graph in training)  # includes new gradients
     if sequences > run.micro_batch_size:
         peak += weights  # gradients of earlier micro-batches
     updates = 2 * matrices  # Muon holds all of them in bfloat16
@@ -275,7 +279,6 @@ Peak memory: {sum(memory.values()) / 1e9:.1f} GB ({uses}).
 {windows}\
 Collectives of a step: {network["collectives"]:g} all_reduce, {network["bytes"] / 1e6:.1f} MB in \
 total, in {1000 * network["seconds"]:.2f} ms, during which the GPU waits.
-Host: train_step reads nothing from the GPU (here, a read fails, because tensors have no values).
 
 Not modelled: which kernel configurations autotuning picks, the speed of cuBLAS and cuDNN at these
 shapes, L2 cache hits, a GPU that waits for Python, collectives that slow down concurrent kernels,

@@ -15,7 +15,13 @@ from pathlib import Path
 
 from compare import against_target, check, interval_of_mean, losses_table
 from runlog import ROOT, argument_parser, command, read, require, run_child
-from weights import recipe_and_settings
+from weights import recipe_and_settings, train_gpt2
+
+
+def check_version(run, recipe):
+    """Raise ValueError unless the whole run is of the recipe's present source."""
+    same = run.source == "\n".join(recipe.sources.values()) and not run.edited
+    require(same, f"{run.path} is of another version of {recipe.script}: pass another --run_id")
 
 
 def train(log, recipe, arguments):
@@ -24,14 +30,17 @@ def train(log, recipe, arguments):
     launcher = []
     if processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    if train_gpt2.checkpoints_in(log.with_suffix("")):  # an unfinished run, which will go on
+        check_version(read(log), recipe)
     options = [f"--log_dir={log.parent}", f"--run_id={log.stem}", "--resume=auto"]
     script = ROOT / recipe.script
     status = run_child([sys.executable, *launcher, script, *arguments, *options])
-    require(status == 0, f"{log.stem} ended with exit status {status}")
+    require(
+        status == 0, f"{log.stem} ended with exit status {status}; if it was stopped, start again"
+    )
     run = read(log)
     require(run.finished, f"{log.stem} was stopped: the same command continues the series")
-    same = run.source == "\n".join(recipe.sources.values()) and not run.edited
-    require(same, f"{log} is of another version of {recipe.script}: pass another --run_id")
+    check_version(run, recipe)
     return run
 
 

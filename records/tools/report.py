@@ -61,7 +61,7 @@ def collect(arguments):
     """Return {group: runs sorted by seed} for LOG arguments.
 
     The folder is part of a group's name if runs in several folders share a label. Raises ValueError
-    if an argument names no log, or unless the losses of each group are comparable.
+    if an argument names no log, or if the losses of a group are not comparable.
     """
     named = {}  # {path: (group or "", Run)}
     for argument in arguments:
@@ -170,8 +170,8 @@ def draw(groups, path):
                 steps, losses = curve(run, kind)
                 millions = steps * run.tokens_per_step / 1e6
                 axes.plot(millions, losses, style, color=f"C{i}", linewidth=1, markersize=4)
-        is_running = len(members) == 1 and not members[0].finished
-        result = progress(members[0]) if is_running else loss_of(members)
+        is_one_without_result = len(members) == 1 and not members[0].finished
+        result = progress(members[0]) if is_one_without_result else loss_of(members)
         axes.plot([], [], "o-", color=f"C{i}", label=f"{name}: {result}, n={len(members)}")
     axes.set(xlabel="millions of tokens read", ylabel="loss, nats per token", xlim=(0, None))
     axes.set_ylim(axes.get_ylim())  # fix the limits: a distant target must not squeeze the curves
@@ -184,23 +184,23 @@ def draw(groups, path):
 
 
 # ---- READMEs -------------------------------------------------------------------------------------
-def renewed(text):
+def renewed(readme):
     """Return the text of a README with the current output of its commands."""
     lines, in_table = [], False
-    for line in text.splitlines(keepends=True):
+    for line in readme.read_text(encoding="utf-8").splitlines(keepends=True):
         in_table = in_table and line != "<!-- end -->\n"
         if not in_table:
             lines.append(line)
         if line.startswith("<!-- python "):
-            require(not in_table, f"the table before this line has no <!-- end -->: {line.strip()}")
+            require(not in_table, f"{readme}: no <!-- end --> before this line: {line.strip()}")
             arguments = shlex.split(line.removeprefix("<!-- python ").removesuffix("-->\n"))
             tool = [sys.executable, *arguments]
             done = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True)
-            works = done.stdout and not done.stderr and done.returncode in (0, 1)
-            require(works, f"this command of a README fails: {line.strip()} {done.stderr}")
+            works = done.stdout and not done.stderr and done.returncode == 0
+            require(works, f"{readme}: this command fails: {line.strip()} {done.stderr}")
             lines.append(done.stdout)
             in_table = True
-    require(not in_table, "the last generated table has no <!-- end -->")
+    require(not in_table, f"{readme}: the last generated table has no <!-- end -->")
     return "".join(lines)
 
 
@@ -224,14 +224,13 @@ def main(argv):
         return 0
     stale = []
     for readme in [ROOT / "README.md", *sorted((ROOT / "records").rglob("README.md"))]:
-        text = readme.read_text(encoding="utf-8")
-        fresh = renewed(text)
-        if fresh != text:
+        fresh = renewed(readme)
+        if fresh != readme.read_text(encoding="utf-8"):
             stale.append(f"{readme}")
             if options.refresh:
                 readme.write_text(fresh, encoding="utf-8")
     print("\n".join(stale) or "everything is up to date")
-    return int(options.stale and bool(stale))
+    return 1 if options.stale and stale else 0
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ POINT = re.compile(
     r"train_time:(?P<ms>\d+)ms step_avg:(?P<average>\S+)ms"
 )
 FACT = re.compile(  # name:value before the first step; a value ends before the next name
-    r"(?:^| )(torch|commit|device|processes|matmul_dtype|train_tokens|train_data|val_data)"
+    r"(?:^| )(torch|device|processes|matmul_dtype|train_tokens|train_data|val_data)"
     r":(\S.*?)(?= [\w/]+:|$)"
 )
 PARAMETERS = re.compile(r"^training .* (?P<parameters>[\d,]+) parameters$")
@@ -84,7 +84,7 @@ def run_child(arguments):
             previous[number] = signal.signal(number, pass_on)
     status = child.wait()
     for number, handler in previous.items():
-        signal.signal(number, handler or signal.SIG_DFL)
+        signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
     return status if status >= 0 else 128 - status  # as a shell reports a signal
 
 
@@ -122,7 +122,7 @@ class Run:
         losses = [points[-1][1] for points in self.points.values() if points]
         if not all(map(math.isfinite, losses)):
             return "diverged"
-        complete = losses and self.last_val_step == self.num_iterations
+        complete = self.last_val_step == self.num_iterations
         return None if complete and "val_loss" in self.facts else "unfinished"
 
     @property
@@ -203,16 +203,17 @@ def read(path):
     """Return the Run of a log, finished or not. Raises ValueError for a file that is not a log.
 
     The source, the settings and the facts of the last start count, except that torch, processes and
-    matmul_dtype list the values of all starts. Starts with different seeds are
-    different runs.
+    matmul_dtype list the values of all starts. Starts with different seeds are different runs.
     """
     path = Path(path)
     text = path.read_text(encoding="utf-8", errors="replace")
     text = text[: text.rfind("\n") + 1]  # a run that is still going may have written half a line
+    if f"\n{TITLE}" in f"\n{text}" and "\ntorch:" not in text:
+        raise ValueError(f"{path} ends before its first step: start the run again, or delete it")
     try:
         starts = read_starts(text)
         last = starts[-1]
-        for name in "torch", "processes", "matmul_dtype":  # they may differ between the starts
+        for name in "torch", "processes", "matmul_dtype":
             values = [start.facts[name] for start in starts if name in start.facts]
             if values:
                 last.facts[name] = ", ".join(dict.fromkeys(values))

@@ -2,8 +2,8 @@
 
 The text is printed as it is generated. Without --weights, the newest weights are used. Each token
 takes a whole forward pass of the script's own model, without a key-value cache, so an edited model
-needs no other code for sampling. The model sees the last sequence_length tokens.
-Every prompt begins a new document, and an end-of-text token ends the text.
+needs no other code for sampling. The model sees the last sequence_length tokens. Every prompt
+begins a new document, and an end-of-text token ends the text.
 """
 
 import codecs
@@ -62,28 +62,28 @@ def main(argv):
     add("--top_k", type=int, default=40, help="candidates for each token; 0: all (default: 40)")
     add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
-    args = parser.parse_args(argv)
-    require(0 <= args.temperature < math.inf, "--temperature must be 0 or more")
-    require(args.top_k >= 0, "--top_k must be 0 or more")
-    if args.prompt == "-":
-        args.prompt = sys.stdin.read()
-    path = weights.find(args.weights)
-    gpt, settings, state = weights.load(path, args.device, torch.float32)
-    if settings.n_embd < 512:
+    options = parser.parse_args(argv)
+    require(0 <= options.temperature < math.inf, "--temperature must be 0 or more")
+    require(options.top_k >= 0, "--top_k must be 0 or more")
+    if options.prompt == "-":
+        options.prompt = sys.stdin.read()
+    path = weights.find(options.weights)
+    gpt, args, state = weights.load(path, options.device, torch.float32)
+    if args.n_embd < 512:
         # In short forward passes, threads spend more time waiting than working.
         torch.set_num_threads(1)
-    encoding = weights.encoding_of(state, settings, args.encoding)
+    encoding = weights.encoding_of(state, args, options.encoding)
     require(encoding, weights.UNKNOWN_ENCODING)
-    prompt = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
-    generator = torch.Generator().manual_seed(args.seed)
+    prompt = [encoding.eot_token, *encoding.encode_ordinary(options.prompt)]
+    generator = torch.Generator().manual_seed(options.seed)
 
     def choose(logits):
-        return pick(logits, args.temperature, args.top_k, generator)
+        return pick(logits, options.temperature, options.top_k, generator)
 
-    print(f"{path}, seed {args.seed}", file=sys.stderr)
-    print(args.prompt, end="", flush=True)
-    T = settings.sequence_length
-    write(generate(gpt, prompt, args.tokens, choose, T, encoding.n_vocab), encoding)
+    print(f"{path}, seed {options.seed}", file=sys.stderr)
+    print(options.prompt, end="", flush=True)
+    T = args.sequence_length
+    write(generate(gpt, prompt, options.tokens, choose, T, encoding.n_vocab), encoding)
 
 
 if __name__ == "__main__":

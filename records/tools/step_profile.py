@@ -69,8 +69,8 @@ def profile_run(args, recipe, stop):
     """Profile steps of a run, in this process or in torchrun's. It takes the place of main()."""
     run = train_gpt2.set_up(args, recipe, stop)
     # Do not validate or save, and let even a short run take all steps.
-    steps = max(args.num_iterations, 2 * (WARM_UP + PROFILED))
-    run.args = dataclasses.replace(args, num_iterations=steps, val_loss_every=0, save_every=0)
+    steps = max(args.num_iterations, 2 * (WARM_UP + PROFILED))  # finish() ends training earlier
+    run.args = dataclasses.replace(run.args, num_iterations=steps, val_loss_every=0, save_every=0)
     if args.compile:
         with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # names fused CPU kernels
             train_gpt2.compile_model(run)
