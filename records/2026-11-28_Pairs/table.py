@@ -15,6 +15,7 @@ from train_pairs import (
     differences,
     loss_of,
     planned_seeds,
+    stages,
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -49,7 +50,7 @@ PUBLIC = {
 
 
 def holm(p_values):
-    """Return {name: p corrected by Holm for all rows of PUBLIC, also those without runs}."""
+    """Return {name: p corrected by Holm for all rows of PUBLIC; those without p count as 1}."""
     corrected, largest = {}, 0.0
     ranked = sorted(p_values.items(), key=lambda pair: pair[1])
     for rank, (name, p) in enumerate(ranked):
@@ -61,7 +62,7 @@ def holm(p_values):
 def verdict_of(row, mean, p):
     missing = [f"{seed}" for seed in planned_seeds(row) if seed not in differences(row)]
     if missing:
-        return f"none yet: not trained with seed {', '.join(missing)}"
+        return f"seeds {', '.join(missing)}"
     if p >= 0.05:
         return "not resolved"
     sign = PUBLIC[row][1]
@@ -101,9 +102,8 @@ def main():
         print(f"The row adamw is {best_adamw()}.")
     rows = {row: list(differences(row).values()) for row in ROWS}
     tested = {row: d for row, d in rows.items() if len(d) >= 3 and statistics.stdev(d) > 0}
-    p_values = {row: stats.ttest_1samp(d, 0).pvalue for row, d in tested.items()}
-    corrected = holm(p_values)
     complete = [row for row in tested if {*planned_seeds(row)} <= differences(row).keys()]
+    corrected = holm({row: stats.ttest_1samp(tested[row], 0).pvalue for row in complete})
     table = []
     for row in sorted(tested, key=lambda row: -statistics.mean(tested[row])):
         d = tested[row]
@@ -112,20 +112,21 @@ def main():
         steps = f"{per_cent_of_steps(mean, price):+.1f}%" if price else ""
         interval = f"{mean - reach:+.4f} to {mean + reach:+.4f}"
         cells = [row, PUBLIC[row][0], f"{mean:+.4f}", steps, f"{deviation:.4f}", interval]
-        p = corrected[row]
+        p = corrected.get(row)
         shown_p = f"{p:.2g}" if row in complete else ""
         table.append([*cells, f"{len(d)}", shown_p, verdict_of(row, mean, p)])
+    missing = {run for stage in stages() for run in stage if loss_of(*run) is None} - FAILED.keys()
     head = ["change", "public effect, in steps (record)", "nats", "of the steps", "sd of pairs"]
-    print("\n" + markdown([*head, "95% interval", "pairs", "p (Holm)", "verdict"], table))
+    head += ["95% interval", "pairs", "p (Holm)", "verdict, or missing seeds"]
+    print("\n" + markdown(head, table))
     resolved = [row for row in complete if corrected[row] < 0.05]
     signs = [row for row in tested if PUBLIC[row][1] is not None]
     same = [row for row in signs if PUBLIC[row][1] * statistics.mean(tested[row]) > 0]
     excludes_0 = [row for row in signs if abs(statistics.mean(tested[row])) > reach_of(tested[row])]
     excludes_0_same = [row for row in excludes_0 if row in same]
-    if complete:
-        print(f"\n{len(resolved)} of the {len(complete)} complete rows are resolved at 0.05.")
-    else:
-        print("\nNo row is complete yet.")
+    print(f"\n{len(resolved)} of the {len(complete)} complete rows are resolved at 0.05.")
+    if missing:
+        print(f"{len(missing)} runs are missing.")
     print(f"{len(signs)} rows have a public sign; {len(same)} of their means have this sign.")
     intervals = f"{len(excludes_0)} have an interval that excludes 0"
     print(f"Of these rows, {intervals}; {len(excludes_0_same)} of them have the public sign.")
