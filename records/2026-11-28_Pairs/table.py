@@ -35,7 +35,7 @@ PUBLIC = {
     "no_momentum_warmup": ("worse (9)", 1),
     "gelu": ("worse (before 7)", 1),
     "no_qk_norm": ("worse (before 7)", 1),
-    "no_windows": ("+125, its growth (13)", 1),
+    "no_windows": ("+125, for its growth (13)", 1),
     "no_ngram_table": ("+165 (62)", 1),
     "larger_table": ("better (92)", -1),
     "decay_to_zero": ("none", None),
@@ -62,7 +62,7 @@ def holm(p_values):
 def verdict_of(row, mean, p):
     missing = [f"{seed}" for seed in planned_seeds(row) if seed not in differences(row)]
     if missing:
-        return f"seeds {', '.join(missing)}"
+        return f"missing: {', '.join(missing)}"
     if p >= 0.05:
         return "not resolved"
     sign = PUBLIC[row][1]
@@ -117,7 +117,7 @@ def main():
         table.append([*cells, f"{len(d)}", shown_p, verdict_of(row, mean, p)])
     missing = {run for stage in stages() for run in stage if loss_of(*run) is None} - FAILED.keys()
     head = ["change", "public effect, in steps (record)", "nats", "of the steps", "sd of pairs"]
-    head += ["95% interval", "pairs", "p (Holm)", "verdict, or missing seeds"]
+    head += ["95% interval", "pairs", "p (Holm)", "verdict"]
     print("\n" + markdown(head, table))
     resolved = [row for row in complete if corrected[row] < 0.05]
     signs = [row for row in tested if PUBLIC[row][1] is not None]
@@ -126,10 +126,12 @@ def main():
     excludes_0_same = [row for row in excludes_0 if row in same]
     print(f"\n{len(resolved)} of the {len(complete)} complete rows are resolved at 0.05.")
     if missing:
-        print(f"{len(missing)} runs are missing.")
+        print(f"{len(missing)} runs are missing, if the means that are small now stay small.")
     print(f"{len(signs)} rows have a public sign; {len(same)} of their means have this sign.")
     intervals = f"{len(excludes_0)} have an interval that excludes 0"
-    print(f"Of these rows, {intervals}; {len(excludes_0_same)} of them have the public sign.")
+    print(
+        f"Of the {len(signs)}, {intervals}; {len(excludes_0_same)} of these have the public sign."
+    )
     for (name, seed), reason in FAILED.items():
         print(f"{name} with seed {seed} was not finished: {reason}.")
 
