@@ -21,6 +21,7 @@ fail() { echo "run.sh: $*" >&2; exit 1; }
 [[ ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]] ||
     fail "NPROC=$NPROC must be a number of processes from 1 to 9999; unset it to start one per GPU"
 case $command in
+--help | -h) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;;  # the comment at the top
 "" | -* | modern | test | profile | pack) ;;
 *)
     # Only files with this line are tools; the others are modules that tools import.
@@ -39,6 +40,7 @@ names=$(cd "$root" && grep -hv ';' $requirements | grep -o '^[a-z][a-z_-]*' || t
 missing() {  # print what an interpreter lacks
     "$1" -c "import sys
 from importlib.metadata import PackageNotFoundError, version
+# The oldest versions that work in your own environment; requirements.txt names those to install.
 oldest = {'torch': (2, 5), 'huggingface_hub': (1, 0), 'tiktoken': (0, 9)}
 for name in sys.argv[1:]:
     try:
@@ -79,6 +81,7 @@ if [ -z "${OMP_WAIT_POLICY:-}" ]; then
 fi
 
 # PyTorch would start a thread for each core, even in a container that is limited to a few.
+threads_are_limited=
 group=/sys/fs/cgroup
 # The quota and the period in microseconds: cgroup v2, or else v1.
 limits=$(cat $group/cpu.max $group/cpu/cpu.cfs_{quota,period}_us 2>/dev/null | tr '\n' ' ' || true)
@@ -141,13 +144,14 @@ for argument; do
     if [ "$argument" = --yes ]; then yes=--yes; else settings+=("$argument"); fi
 done
 set -- ${settings[@]+"${settings[@]}"}  # the bash of macOS takes an empty array for an unset one
-if [[ " $* " = *" --help "* || " $* " = *" -h "* ]]; then
-    sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"  # the comment at the top of this file
-else
+if [[ " $* " != *" --help "* && " $* " != *" -h "* ]]; then
     "$python" "$root/data/prepare.py" $word "$@" $yes
 fi
 
 processes=${NPROC:-$((gpus > 1 ? gpus : 1))}
+if [ "$processes" -gt 1 ] && [ -n "$threads_are_limited" ]; then
+    unset OMP_NUM_THREADS  # torchrun gives each process one thread
+fi
 if [ "$command" = repeat ]; then
     NPROC=$processes exec "$python" "$tools/repeat.py" "$runs" $word "$@"
 elif [ "$command" = profile ]; then
@@ -162,9 +166,6 @@ else
 fi
 if [ "$processes" -eq 1 ]; then
     exec "$python" "$script" "$@"
-fi
-if [ -n "${threads_are_limited:-}" ]; then
-    unset OMP_NUM_THREADS  # torchrun gives each process one thread
 fi
 # torchrun handles SIGHUP even under nohup, so a closed terminal would stop the run. trap -p prints
 # HUP if it has been ignored from the start. Then leave it out of torchrun's signals.

@@ -169,7 +169,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, args):
         super().__init__()
         C = args.n_embd
-        self.head_dim = D = C // args.n_head
+        D = C // args.n_head
+        self.head_dim = D
         # Separate matrices, so that Muon orthogonalizes each one separately.
         self.c_q = CastedLinear(C, C, bias=False)
         self.c_k = CastedLinear(C, C, bias=False)
@@ -400,7 +401,7 @@ class TokenStream:
 
     The files stay open, so replacing one does not affect the run. Raises UserError if no file
     matches, if a file is not a complete shard or, in read(), if a token is not in the vocabulary.
-    Another source of tokens needs the same methods, and total_tokens; open_data() creates it.
+    To read tokens from elsewhere, write a class with the same methods and use it in open_data().
     """
 
     def __init__(self, pattern, vocab_size):

@@ -90,7 +90,10 @@ def fetch_part(folder, count, yes=False):
     size = HEADER_BYTES + 2 * count
     if path.exists():
         if path.stat().st_size != size:
-            raise ValueError(f"{path} holds another number of tokens: delete it, or change --out")
+            raise ValueError(
+                f"{path} does not hold {count:,} tokens: move or delete it, then run the same "
+                "command again"
+            )
     else:
         if not yes:
             confirm(size, folder)

@@ -21,10 +21,11 @@ that would exceed the fraction; if even this is not close, the end of the text i
 checked.
 
 The output is DIR/train_000001.bin..., DIR/val_000000.bin... and DIR/manifest.json. When all of it
-has been written to a temporary folder in DIR, it replaces all train_*.bin and val_*.bin of an
-earlier pack. If a pack is killed while it replaces them, DIR/.pack remains and training refuses the
-folder: run the same command again. The tokens are held in memory, which takes 5 bytes for each;
-tokenizing a large document with GPT-2's encoding takes 6 for each byte of the document.
+has been written to DIR/.new, it replaces all train_*.bin and val_*.bin of an earlier pack. Until
+then, both take disk space. If a pack is killed while it replaces them, DIR/.pack remains and
+training refuses the folder: run the same command again. The tokens are held in memory, which takes
+5 bytes for each; tokenizing a large document with GPT-2's encoding takes 6 for each byte of the
+document.
 """
 
 import argparse
@@ -36,8 +37,8 @@ import json
 import lzma
 import os
 import re
+import shutil
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,8 +48,8 @@ from tqdm import tqdm
 
 HASH_SPLIT_ABOVE = 10  # if there are more documents than this, whole ones are held out, by hash
 DOCUMENTS_AT_ONCE = 1000  # tokenized in parallel
-HAVE_FIELDS = {".jsonl", ".parquet"}  # endings of files whose documents have fields
-MANY_DOCUMENTS = {*HAVE_FIELDS, ".bin"}  # endings of files that may hold several documents
+FIELD_ENDINGS = {".jsonl", ".parquet"}  # of files whose documents have fields
+MULTI_DOCUMENT_ENDINGS = {*FIELD_ENDINGS, ".bin"}  # of files that may hold several documents
 END_OF_TEXT = "<|endoftext|>"  # within a text, these characters are packed as plain text
 # A shard is a header of 256 int32 values (magic number, version, number of tokens, zeros), then the
 # tokens as uint16.
@@ -107,8 +108,8 @@ def list_files(inputs, pattern="*", exclude=(), out=None):
     """Return ([(name, path)] of all input files, in order, and the paths that are left out).
 
     The folder `out` and hidden files are not counted as left out. Raises ValueError if an input
-    does not exist, if a folder has no file to read, or if the pattern or an excluded name has no
-    use.
+    does not exist, if a folder has no file to read, if an excluded name matches no file, or if a
+    pattern is given without a folder.
     """
     files, left_out, found_excluded = [], [], set()
     for path in map(Path, inputs):
@@ -127,7 +128,9 @@ def list_files(inputs, pattern="*", exclude=(), out=None):
                     found_excluded.add(name)
                 elif file.is_file() or is_broken_link:
                     files.append((name, file))
-                elif file.is_symlink() or not file.is_dir():  # rglob lists the files of folders
+                elif file.is_dir() and not file.is_symlink():
+                    continue  # rglob also lists the files in it
+                else:  # a link to a folder, or a special file
                     left_out.append(file)
             if len(files) == files_before:
                 raise ValueError(
@@ -178,7 +181,7 @@ def read_shard(file, path):
     encoding = get_encoding(encoding_name)
     tokens = np.frombuffer(content, "<u2")
     starts = np.flatnonzero(tokens == encoding.eot_token)
-    for document in np.split(tokens, starts):  # only its first token can be one of end-of-text
+    for document in np.split(tokens, starts):  # starts with end-of-text
         yield encoding.decode(document[document != encoding.eot_token].tolist())
 
 
@@ -229,22 +232,24 @@ def read_documents(name, path, text_field="text"):
     Raises ValueError if the file is damaged or is not text.
     """
     ending = ending_of(path)
-    is_one_document = ending not in MANY_DOCUMENTS
+    is_one_document = ending not in MULTI_DOCUMENT_ENDINGS
     number = 1  # of the line, row or document
     try:
         for text in read_texts(path, ending, text_field):
             if not isinstance(text, str):
-                raise TypeError(f"{text!r} is not a text")
+                raise TypeError(f"it holds {type(text).__name__} instead of text")
             text.encode()  # raises an error if it has half of a surrogate pair
             if text:
                 yield name if is_one_document else text, text
             number += 1
     except ImportError as error:
-        raise ValueError(f"cannot read {path} ({error}): pip install pyarrow") from None
+        fix = f"{sys.executable} -m pip install pyarrow"
+        raise ValueError(f"cannot read {path} ({error}): {fix}") from None
     except Exception as error:  # of the disk, the content or a library
         place = path if is_one_document else f"{path}:{number}"
-        fix = "give readable text in UTF-8, or leave the file out (see --pattern and --exclude)"
-        if ending in HAVE_FIELDS:
+        fix = "give another file, or text in UTF-8"
+        is_about_field = isinstance(error, (KeyError, TypeError, UnicodeError))
+        if ending in FIELD_ENDINGS and is_about_field:
             fix = f"the field {text_field!r} must hold text in UTF-8 (see --text_field)"
         raise ValueError(
             f"{place} cannot be read ({type(error).__name__}: {error}): {fix}"
@@ -339,8 +344,8 @@ def split(documents, hashes, val_fraction, any_size=False):
         return np.concatenate(train), np.concatenate(val)
     if len(np.unique(hashes)) < len(hashes) and val_fraction:
         print("warning: the end of the text is held out, which may be a copy of training text")
-    # Of one document, exactly this fraction of its text is held out: its end-of-text token does not
-    # count.
+    # The fraction is one of the text: end-of-text tokens do not count. All of them are added before
+    # the cut, which is exact for one document.
     text_tokens = int(lengths.sum()) - len(documents)
     cut = len(documents) + int(text_tokens * (1 - val_fraction))
     tokens = np.concatenate(documents)
@@ -400,9 +405,9 @@ def pack(args):
     if left_out:
         print(f"left out {len(left_out)} links to folders or special files, such as {left_out[0]}")
     endings = {ending_of(path) for _, path in files}
-    if args.text_field and not endings & HAVE_FIELDS:
+    if args.text_field and not endings & FIELD_ENDINGS:
         raise ValueError("--text_field is for .jsonl and .parquet files: omit it")
-    if args.by_name and (endings & MANY_DOCUMENTS or args.split_at is not None):
+    if args.by_name and (endings & MULTI_DOCUMENT_ENDINGS or args.split_at is not None):
         raise ValueError(
             "--by_name holds out whole files: omit it with --split_at, .jsonl, .parquet and .bin"
         )
@@ -422,8 +427,10 @@ def pack(args):
         train, val = split(tokens, text_hashes, args.val_fraction)
 
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.out, prefix=".new_") as temporary:
-        new = Path(temporary)
+    new = args.out / ".new"
+    shutil.rmtree(new, ignore_errors=True)  # a pack that was killed may have left it
+    new.mkdir()
+    try:
         manifest = {
             "encoding": args.encoding,
             "vocab_size": encoding.n_vocab,
@@ -442,6 +449,8 @@ def pack(args):
         for path in list(new.iterdir()):
             path.replace(args.out / path.name)
         marker.rmdir()
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
     return manifest
 
 

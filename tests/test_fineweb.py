@@ -175,7 +175,7 @@ def test_a_part_of_a_shard_is_a_shard_of_its_own(hub):
     assert hub.contents() == {TARGET: expected}
     assert hub.run("--part=1000", port=9)[0] == 0  # complete: without a question or the hub
     code, _, stderr = hub.run("--yes", "--part=50001")
-    assert code == 1 and f"{TARGET} holds another number of tokens: delete it" in stderr
+    assert code == 1 and f"{TARGET} does not hold 50,001 tokens: move or delete it" in stderr
     assert hub.contents() == {TARGET: expected}
     (hub.out / TARGET).unlink()
     code, _, stderr = hub.run("--yes", "--part=50001")

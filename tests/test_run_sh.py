@@ -142,6 +142,8 @@ def test_the_spinning_of_openmp_is_limited_unless_the_user_sets_a_policy(clone):
 @pytest.mark.parametrize(
     "files, given, expected",
     [
+        ({"cpu.max": "150000 100000"}, {"NPROC": "2"}, ""),
+        ({"cpu.max": "150000 100000"}, {"GPUS": "2"}, ""),
         ({"cpu.max": "150000 100000"}, {}, "1"),
         ({"cpu.max": "50000 100000"}, {}, "1"),
         ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, {}, "1"),
@@ -163,8 +165,9 @@ def test_a_cpu_quota_limits_the_threads(files, given, expected, clone, tmp_path)
     (clone / "getconf").write_text("#!/bin/sh\necho 2\n")
     (clone / "getconf").chmod(0o755)
     changes = {"OMP_NUM_THREADS": "", "PATH": f"{clone}:{os.environ['PATH']}", **given}
-    lines = run_sh(clone, "--seed=1", **changes)[1]
-    assert lines[-1].startswith(f"{expected}; ")
+    for command in (), ("repeat", "5"):
+        lines = run_sh(clone, *command, "--seed=1", **changes)[1]
+        assert lines[-1].startswith(f"{expected}; ")
 
 
 def test_an_old_python_is_refused_and_its_environment_is_kept(clone):
@@ -192,7 +195,8 @@ def test_a_missing_package_is_named(clone):
     """By the real Python. Its installation fails, because pip may not use the network."""
     (clone / "requirements.txt").write_text("no-such-package>=1\n")
     (clone / ".venv/bin").mkdir(parents=True)
-    (clone / ".venv/bin/python").symlink_to(sys.executable)
+    (clone / ".venv/bin/python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (clone / ".venv/bin/python").chmod(0o755)
     status, lines, _ = run_sh(clone, PYTHON=sys.executable, PIP_NO_INDEX="1")
     assert status != 0
     assert f"{sys.executable}: no-such-package is missing; installing" in lines[0]

@@ -34,7 +34,7 @@ MODELING = "modeling_gpt2_speedrun"  # the module that adapts the model to trans
 
 # ---- Tokenizer and model ------------------------------------------------------------------------
 class PreTrainedTokenizerFast(transformers.PreTrainedTokenizerFast):
-    """transformers saves the name of this class, and both versions 4 and 5 know this one.
+    """A tokenizer that is saved under this class name, which transformers 4 and 5 both know.
 
     Version 5's own name, TokenizersBackend, is unknown to version 4.
     """

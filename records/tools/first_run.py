@@ -41,7 +41,10 @@ def expectation(run):
 
 
 def experiment(run):
-    """Return the settings, without dtype, and the checksum of the validation data."""
+    """Return what identifies an experiment: settings that may not vary, and the validation data.
+
+    Without dtype, because it changes the loss by rounding errors only.
+    """
     names = run.settings.keys() - MAY_VARY - {"dtype"}
     return {name: run.settings[name] for name in names}, run.facts.get("val_data")
 

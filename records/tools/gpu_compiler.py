@@ -37,7 +37,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = FOLDER.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # kernels are recorded in this process
 
 if shutil.which("g++") is None:
-    sys.exit("plan.py: g++ is not installed: install it, for example with apt-get install g++")
+    fix = "install it, for example with apt-get install g++"
+    sys.exit(f"{Path(sys.argv[0]).name}: g++ is not installed: {fix}")
 
 # The simulated device must be loaded before torch looks for a real one.
 torch_folder = Path(importlib.util.find_spec("torch").origin).parent

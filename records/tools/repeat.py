@@ -30,13 +30,14 @@ def train(log, recipe, arguments):
     launcher = []
     if processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    if train_gpt2.checkpoints_in(log.with_suffix("")):  # an unfinished run, which will go on
+    if train_gpt2.checkpoints_in(log.with_suffix("")):  # check before an unfinished run goes on
         check_version(read(log), recipe)
     options = [f"--log_dir={log.parent}", f"--run_id={log.stem}", "--resume=auto"]
     script = ROOT / recipe.script
     status = run_child([sys.executable, *launcher, script, *arguments, *options])
     require(
-        status == 0, f"{log.stem} ended with exit status {status}; if it was stopped, start again"
+        status == 0,
+        f"{log.stem} ended with exit status {status}; the same command continues the series",
     )
     run = read(log)
     require(run.finished, f"{log.stem} was stopped: the same command continues the series")

@@ -28,9 +28,7 @@ def recipe_of(script):
     path, name = ROOT / script, Path(script).stem
     is_inside = not Path(script).is_absolute() and ".." not in Path(script).parts
     if not (is_inside and path.is_file()):
-        raise UserError(
-            f"there is no script {script} in {ROOT}: name one of that folder, or `modern`"
-        )
+        raise UserError(f"there is no script {script} in {ROOT}: put it there")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
