@@ -141,3 +141,13 @@ def test_a_series_of_seeds_is_trained_and_extended(word, tiny, monkeypatch, caps
     logs[1].write_text(logs[1].read_text().replace("Train GPT-2", "Train", 1))
     with pytest.raises(ValueError, match="is of another version"):
         repeat.main(["3", *settings])
+
+
+def test_an_unfinished_run_is_not_continued_by_another_version(tmp_path, monkeypatch):
+    """It would be spoiled, because its log would hold both versions."""
+    write_log(tmp_path / "mine_seed1.txt", stopped_at=30, source="an earlier version")
+    (tmp_path / "mine_seed1").mkdir()
+    (tmp_path / "mine_seed1" / "state_step0000000030.pt").touch()
+    monkeypatch.setattr(repeat, "run_child", lambda command: pytest.fail("it was started"))
+    with pytest.raises(ValueError, match="is of another version of train_gpt2.py"):
+        repeat.main(["2", "--run_id=mine", f"--log_dir={tmp_path}"])
