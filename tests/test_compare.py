@@ -149,5 +149,5 @@ def test_an_unfinished_run_is_not_continued_by_another_version(tmp_path, monkeyp
     (tmp_path / "mine_seed1").mkdir()
     (tmp_path / "mine_seed1" / "state_step0000000030.pt").touch()
     monkeypatch.setattr(repeat, "run_child", lambda command: pytest.fail("it was started"))
-    with pytest.raises(ValueError, match="is of another version of train_gpt2.py"):
+    with pytest.raises(ValueError, match=r"is of another version of train_gpt2\.py"):
         repeat.main(["2", "--run_id=mine", f"--log_dir={tmp_path}"])
