@@ -401,7 +401,7 @@ class TokenStream:
 
     The files stay open, so replacing one does not affect the run. Raises UserError if no file
     matches, if a file is not a complete shard or, in read(), if a token is not in the vocabulary.
-    To read tokens from elsewhere, write a class with the same methods and use it in open_data().
+    Another class with read(), checksums() and total_tokens can take its place in open_data().
     """
 
     def __init__(self, pattern, vocab_size):

@@ -181,7 +181,7 @@ def read_shard(file, path):
     encoding = get_encoding(encoding_name)
     tokens = np.frombuffer(content, "<u2")
     starts = np.flatnonzero(tokens == encoding.eot_token)
-    for document in np.split(tokens, starts):  # starts with end-of-text
+    for document in np.split(tokens, starts):  # all but the first start with end-of-text
         yield encoding.decode(document[document != encoding.eot_token].tolist())
 
 
