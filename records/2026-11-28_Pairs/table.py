@@ -14,8 +14,8 @@ from train_pairs import (
     best_adamw,
     differences,
     loss_of,
+    missing_runs,
     planned_seeds,
-    stages,
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
@@ -115,7 +115,7 @@ def main():
         p = corrected.get(row)
         shown_p = f"{p:.2g}" if row in complete else ""
         table.append([*cells, f"{len(d)}", shown_p, verdict_of(row, mean, p)])
-    missing = {run for stage in stages() for run in stage if loss_of(*run) is None} - FAILED.keys()
+    missing = missing_runs()
     head = ["change", "public effect, in steps (record)", "nats", "of the steps", "sd of pairs"]
     head += ["95% interval", "pairs", "p (Holm)", "verdict"]
     print("\n" + markdown(head, table))

@@ -2,8 +2,8 @@
 
     python train_pairs.py [--data FOLDER]     # FOLDER holds small/, default: data of the repository
 
-stages() fixes the runs and their order. All of them use the scripts of commit CODE, edited as in
-CHANGES. Complete logs and weights are in work/; logs/ gets the finished logs, shortened.
+missing_runs() fixes the runs and their order. All of them use the scripts of commit CODE, edited
+as in CHANGES. Complete logs and weights are in work/; logs/ gets the finished logs, shortened.
 The program can be stopped and started at any time: it keeps finished runs and continues others.
 """
 
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -108,12 +109,16 @@ def loss_of(name, seed):
     return run.val_loss if run is not None and run.finished else None
 
 
+def names_of(row):
+    """Return the change of a row and what it is compared with."""
+    return best_adamw() if row == "adamw" else row, AGAINST.get(row, "base")
+
+
 def differences(row):
     """Return {seed: change minus base} for the pairs of a row that are finished."""
-    name = best_adamw() if row == "adamw" else row
     pairs = {}
     for seed in FIRST_SEEDS + MORE_SEEDS:
-        losses = loss_of(name, seed), loss_of(AGAINST.get(row, "base"), seed)
+        losses = [loss_of(name, seed) for name in names_of(row)]
         if None not in losses:
             pairs[seed] = round(losses[0] - losses[1], 4)
     return pairs
@@ -124,9 +129,7 @@ def planned_seeds(row):
     first = [pair for seed, pair in differences(row).items() if seed in FIRST_SEEDS]
     is_small = len(first) > 0 and abs(sum(first)) < SMALL_EFFECT * len(first)
     seeds = FIRST_SEEDS + MORE_SEEDS if is_small else FIRST_SEEDS
-    name = best_adamw() if row == "adamw" else row
-    runs = name, AGAINST.get(row, "base")
-    return [seed for seed in seeds if not any((run, seed) in FAILED for run in runs)]
+    return [seed for seed in seeds if not any((name, seed) in FAILED for name in names_of(row))]
 
 
 def best_adamw():
@@ -136,30 +139,42 @@ def best_adamw():
     return None if None in losses.values() else min(losses, key=losses.get)
 
 
-def stages():
-    """Yield lists of runs, (name, seed). Later lists depend on the results of earlier ones."""
-    yield [("base", seed) for seed in FIRST_SEEDS]
+def is_missing(name, seed):
+    return loss_of(name, seed) is None and (name, seed) not in FAILED
+
+
+def missing_pairs(row, seeds):
+    """Return the runs, (name, seed), that the pairs of a row with these seeds still need."""
+    runs = [(name, seed) for seed in seeds for name in names_of(row)]
+    return [run for run in runs if is_missing(*run)]
+
+
+def missing_runs():
+    """Return all runs that are missing, in the order of training."""
+    runs = [("base", seed) for seed in FIRST_SEEDS + MORE_SEEDS]
+    runs += [("steps_300", seed) for seed in FIRST_SEEDS]
+    runs += [(name, 9) for name in ADAMW]
+    runs = [run for run in runs if is_missing(*run)]
+    if best_adamw() is None:
+        return runs
     # Three seeds of every row come first, so that the whole table is known early
-    for seeds in (FIRST_SEEDS[:3], FIRST_SEEDS[3:]):
-        yield [("steps_300", seed) for seed in seeds]
-        yield [(row, seed) for row in ROWS if row != "adamw" for seed in seeds]
-        yield [(name, 9) for name in ADAMW]
-        yield [(best_adamw(), seed) for seed in seeds]
-    yield [("base", seed) for seed in MORE_SEEDS]
     for row in ROWS:
-        if {*planned_seeds(row)} & {*MORE_SEEDS}:
-            name = best_adamw() if row == "adamw" else row
-            yield [(name, seed) for seed in MORE_SEEDS]
-            yield [(AGAINST.get(row, "base"), seed) for seed in MORE_SEEDS]
+        runs += missing_pairs(row, FIRST_SEEDS[:3])
+    # Then the rows whose verdict needs the fewest runs
+    for row in sorted(ROWS, key=lambda row: len(missing_pairs(row, planned_seeds(row)))):
+        runs += missing_pairs(row, planned_seeds(row))
+    return list(dict.fromkeys(runs))  # some are in more than one row
 
 
-def next_runs():
-    """Return the runs of the first stage that are missing, or [] at the end."""
-    for stage in stages():
-        missing = [run for run in stage if loss_of(*run) is None and run not in FAILED]
-        if missing:
-            return missing
-    return []
+def next_run(started):
+    """Return the next run that is not in the set `started`, or None."""
+    undecided = {name for row in ROWS if missing_pairs(row, FIRST_SEEDS) for name in names_of(row)}
+    for name, seed in missing_runs():
+        # Whether seeds 6 to 8 are needed is known when seeds 1 to 5 are finished
+        waits = seed in MORE_SEEDS and name in undecided and name != "base"
+        if (name, seed) not in started and not waits:
+            return name, seed
+    return None
 
 
 def write_script(name):
@@ -223,18 +238,29 @@ def train(name, seed, settings, data):
         print(f"{stem}: {run.val_loss}", flush=True)
 
 
+def train_missing(settings, data, started, lock):
+    """Train one run after the other until the other threads have started all that are left."""
+    while True:
+        with lock:
+            run = next_run(started)
+            if run is None:
+                return
+            started.add(run)
+        train(*run, settings[run[0]], data)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=ROOT / "data")
     data = parser.parse_args().data
-    while runs := next_runs():
-        # Once for each change, because its runs share a folder
-        settings = {name: write_script(name) for name in dict(runs)}
-        tasks = [(name, seed, settings[name], data) for name, seed in runs]
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda task: train(*task), tasks))
-        if missing := [run for run in runs if loss_of(*run) is None]:
-            sys.exit(f"Not finished: {missing}. Start again, or list them in FAILED.")
+    settings = {name: write_script(name) for name in CHANGES}
+    started, lock = set(), Lock()
+    with ThreadPoolExecutor(2) as pool:
+        workers = [pool.submit(train_missing, settings, data, started, lock) for _ in range(2)]
+    for worker in workers:
+        worker.result()  # raises what the worker raised
+    if missing := missing_runs():
+        sys.exit(f"Not finished: {missing}. Start again, or list them in FAILED.")
 
 
 if __name__ == "__main__":
