@@ -10,7 +10,9 @@ The program can be stopped and started at any time: it keeps finished runs and c
 import argparse
 import contextlib
 import hashlib
+import math
 import os
+import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -149,6 +151,19 @@ def missing_pairs(row, seeds):
     return [run for run in runs if is_missing(*run)]
 
 
+def runs_to_verdict(row):
+    return len(missing_pairs(row, planned_seeds(row)))
+
+
+def spread(row):
+    """Return the standard deviation of a row's differences, divided by the size of their mean."""
+    pairs = differences(row).values()
+    if len(pairs) < 2:
+        return math.inf
+    size = max(abs(statistics.mean(pairs)), 0.0001)  # losses have four decimals
+    return statistics.stdev(pairs) / size
+
+
 def missing_runs():
     """Return all runs that are missing, in the order of training."""
     runs = [("base", seed) for seed in FIRST_SEEDS + MORE_SEEDS]
@@ -160,8 +175,8 @@ def missing_runs():
     # Three seeds of every row come first, so that the whole table is known early
     for row in ROWS:
         runs += missing_pairs(row, FIRST_SEEDS[:3])
-    # Then the rows whose verdict needs the fewest runs
-    for row in sorted(ROWS, key=lambda row: len(missing_pairs(row, planned_seeds(row)))):
+    # Then the rows whose verdict needs the fewest runs and, among these, the clearest differences
+    for row in sorted(ROWS, key=lambda row: (runs_to_verdict(row), spread(row))):
         runs += missing_pairs(row, planned_seeds(row))
     return list(dict.fromkeys(runs))  # some are in more than one row
 
