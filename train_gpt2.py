@@ -14,9 +14,9 @@ rotary tables are float32, the first batch is used once (record 7 trains on it t
 sequence may continue in the next data file (record 7 skips the rest of a file). It needs Linux or
 macOS, numpy, Python 3.10 or newer, and torch 2.5 or newer.
 
-Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery below.
-Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H. Functions
-marked "Collective" wait for all ranks (torchrun processes), so every rank must call them.
+Everything from Settings to Main is the experiment: read it and edit it. Skip the Machinery at
+first. Shapes: B sequences of T tokens, C = n_embd, V = vocab_size, H = n_head, D = C // H.
+Functions marked "Collective" wait for all ranks (torchrun processes), so every rank must call them.
 """
 
 import argparse
@@ -62,6 +62,11 @@ def setting(default, help):
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def changeable(default, help):
+    """Return a setting that may have another value when a run is resumed."""
+    return dataclasses.field(default=default, metadata={"help": help, "may_change": True})
+
+
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
     """All settings of a run. Edit the defaults in the file, or pass --name=value to override them.
@@ -71,7 +76,7 @@ class Hyperparameters:
     """
 
     # Model
-    vocab_size: int = setting(50304, "vocabulary size; the data's manifest.json overrides it")
+    vocab_size: int = setting(50304, "vocabulary size; default: that of manifest.json, if any")
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(6, "attention heads; GPT-2 has 12, record 7 has 6")
     n_embd: int = setting(768, "model width")
@@ -88,33 +93,29 @@ class Hyperparameters:
     warmdown_fraction: float = setting(1450 / 5100, "final part, where learning rates decay to 0")
     shuffle: bool = setting(False, "read sequences in random order; False: in file order")
     init: str = setting("", "file with initial weights, such as model.pt")
-    val_tokens: int = setting(10485760, "validation tokens; 0: 2**18, or all if there are fewer")
+    val_tokens: int = setting(10485760, "validation tokens; 0: about 2**18, at most all")
 
-    # Files and machine. A resumed run may change these settings, which MAY_CHANGE lists again.
-    train_files: str = setting("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
-    val_files: str = setting("data/fineweb10B/fineweb_val_*.bin", "glob of validation shards")
-    allow_repeat: bool = setting(False, "allow more than one epoch")
-    val_loss_every: int = setting(125, "steps between validations; 0: only at the end")
-    target_val_loss: float = setting(3.28, "only shown in the log; 0: no target")
-    run_id: str = setting("", "name of the log and of the checkpoint folder; default: the time")
-    log_dir: str = setting("logs", "folder of logs and checkpoints")
-    save_every: int = setting(0, "steps between checkpoints; 0: only when a signal stops the run")
-    keep_checkpoints: int = setting(2, "number of recent checkpoints to keep")
-    resume: Literal["", "auto"] = setting("", "auto: continue the run, if it has a checkpoint")
-    device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = setting(64, "largest micro-batch, in sequences; lower to save memory")
-    compile: bool = setting(True, "use torch.compile; False starts sooner but trains more slowly")
-    comm_timeout: int = setting(600, "timeout of collectives, in seconds")
+    # Files and machine. A resumed run may change these; the data must be the same, in any folder.
+    train_files: str = changeable("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
+    val_files: str = changeable("data/fineweb10B/fineweb_val_*.bin", "glob of validation shards")
+    allow_repeat: bool = changeable(False, "allow more than one epoch")
+    val_loss_every: int = changeable(125, "steps between validations; 0: only at the end")
+    target_val_loss: float = changeable(3.28, "only shown in the log; 0: no target")
+    run_id: str = changeable("", "name of the log and of the checkpoint folder; default: the time")
+    log_dir: str = changeable("logs", "folder of logs and checkpoints")
+    save_every: int = changeable(0, "steps between checkpoints; 0: only if a signal stops the run")
+    keep_checkpoints: int = changeable(2, "number of recent checkpoints to keep")
+    resume: Literal["", "auto"] = changeable("", "auto: continue the run, if it has a checkpoint")
+    device: Literal["auto", "cuda", "cpu"] = changeable("auto", "auto: cuda if there is a GPU")
+    device_batch_size: int = changeable(64, "largest micro-batch (sequences); lower: less memory")
+    compile: bool = changeable(True, "use torch.compile; False starts sooner but trains slower")
+    comm_timeout: int = changeable(600, "timeout of collectives, in seconds")
 
     def __post_init__(self):
         check_settings(self)
 
 
-MAY_CHANGE = {  # when a run is resumed; the data must be the same, but may be in another folder
-    "train_files", "val_files", "allow_repeat", "val_loss_every", "target_val_loss", "run_id",
-    "log_dir", "save_every", "keep_checkpoints", "resume", "device", "device_batch_size", "compile",
-    "comm_timeout",
-}  # fmt: skip
+MAY_CHANGE = {f.name for f in dataclasses.fields(Hyperparameters) if f.metadata.get("may_change")}
 
 # --preset=NAME replaces defaults; settings on the command line override the preset.
 PRESETS = {
@@ -137,7 +138,10 @@ def norm(x):
 
 
 class CastedLinear(nn.Linear):
-    """A linear layer that keeps its weight in float32 and multiplies in the dtype of x."""
+    """A linear layer without bias: its weight is float32, but it multiplies in the dtype of x."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x):
         return F.linear(x, self.weight.type_as(x))
@@ -172,10 +176,10 @@ class CausalSelfAttention(nn.Module):
         D = C // args.n_head
         self.head_dim = D
         # Separate matrices, so that Muon orthogonalizes each one separately.
-        self.c_q = CastedLinear(C, C, bias=False)
-        self.c_k = CastedLinear(C, C, bias=False)
-        self.c_v = CastedLinear(C, C, bias=False)
-        self.c_proj = CastedLinear(C, C, bias=False)
+        self.c_q = CastedLinear(C, C)
+        self.c_k = CastedLinear(C, C)
+        self.c_v = CastedLinear(C, C)
+        self.c_proj = CastedLinear(C, C)
         nn.init.zeros_(self.c_proj.weight)  # every block starts as the identity
         frequencies = 10000.0 ** -(torch.arange(0, D, 2).float() / D)  # (D/2,)
         self.rotary = Rotary(frequencies, args.sequence_length)
@@ -196,12 +200,12 @@ class MLP(nn.Module):
     def __init__(self, args):
         super().__init__()
         C = args.n_embd
-        self.c_fc = CastedLinear(C, 4 * C, bias=False)
-        self.c_proj = CastedLinear(4 * C, C, bias=False)
+        self.c_fc = CastedLinear(C, 4 * C)
+        self.c_proj = CastedLinear(4 * C, C)
         nn.init.zeros_(self.c_proj.weight)
 
     def forward(self, x):  # (B, T, C)
-        return self.c_proj(F.relu(self.c_fc(x)).square())  # https://arxiv.org/abs/2109.08668
+        return self.c_proj(F.relu(self.c_fc(x)).square())  # ReLU^2: arxiv.org/abs/2109.08668
 
 
 class Block(nn.Module):
@@ -227,7 +231,7 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.wte = nn.Embedding(args.vocab_size, args.n_embd)
         self.h = nn.ModuleList(Block(args) for _ in range(args.n_layer))
-        self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
+        self.lm_head = CastedLinear(args.n_embd, args.vocab_size)
         self.wte.weight = self.lm_head.weight  # tied, with nn.Linear's initialization
 
     def forward(self, inputs, targets=None):
@@ -256,7 +260,7 @@ def loss_or_logits(x, head, targets=None, softcap=0.0):
 
 
 def soft_capped(logits, softcap):
-    """Return the logits in float32, or softcap * tanh(logits / softcap) if softcap > 0."""
+    """Return the logits in float32; if softcap > 0, as softcap * tanh(logits / softcap)."""
     logits = logits.float()
     if softcap:  # written with tanh(z) = 2 sigmoid(2 z) - 1, because Inductor fuses it better
         logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
@@ -285,15 +289,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_weight = 0.0
         grad_x = []
         for x_i, targets_i in zip(x.chunk(chunks), targets.chunk(chunks)):
-            capped = soft_capped(F.linear(x_i, cast_weight), softcap)
-            log_p = capped.log_softmax(-1)
+            logits = soft_capped(F.linear(x_i, cast_weight), softcap)
+            log_p = logits.log_softmax(-1)
             loss += F.nll_loss(log_p, targets_i, ignore_index=-1, reduction="sum") / count
             if needs_gradient:
                 is_counted = (targets_i != -1)[:, None]
                 one_hot = torch.arange(len(weight), device=x.device) == targets_i[:, None]
                 grad_logits = (log_p.exp() - one_hot.float()) * is_counted / count
                 if softcap:  # the derivative of tanh is 1 - tanh^2
-                    grad_logits *= 1 - (capped / softcap).square()
+                    grad_logits *= 1 - (logits / softcap).square()
                 grad_logits = grad_logits.type_as(x)
                 grad_x.append(grad_logits @ cast_weight)
                 grad_weight += (grad_logits.T @ x_i).float()
@@ -317,8 +321,8 @@ def orthogonalize(G):
     0.7 and 1.2. Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    # Makes all singular values at most 1. In float32, the squares of large entries would overflow.
-    # Dividing by a 0-D tensor, although it is float64, keeps the dtype of G.
+    # Makes all singular values at most 1. In float32, the squares of entries above 1e19 would
+    # overflow. Dividing by a 0-D tensor, although it is float64, keeps the dtype of G.
     X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
@@ -333,12 +337,13 @@ class Muon(torch.optim.Optimizer):
     """MomentUm Orthogonalized by Newton-Schulz, for matrices. The ranks divide the work.
 
     lr: learning rate, about the RMS of an update. momentum: decay of the moving average of
-    gradients. dtype: dtype of the matmuls; the updates are rounded to bfloat16, to send half as
-    much. Every rank must hold all parameters and their gradients, summed over the ranks.
+    gradients. dtype: dtype of the matmuls. Every rank must hold all parameters and their
+    gradients, summed over the ranks.
 
     Each matrix has a slot in a flat bfloat16 buffer of zeros. Each rank orthogonalizes some of the
     matrices and writes the updates into their slots. An all-reduce then gives all updates to every
-    rank; the sum is exact, because a slot is nonzero on only one rank.
+    rank; the sum is exact, because a slot is nonzero on only one rank. One rank rounds its updates
+    to bfloat16, too, so that the result does not depend on the number of ranks.
     """
 
     def __init__(self, params, lr, momentum=0.95, rank=0, world_size=1, dtype=torch.bfloat16):
@@ -383,7 +388,7 @@ HEADER_BYTES = 1024
 
 def shard_size(path):
     """Return the number of tokens in a shard. Raises UserError unless it is a complete shard."""
-    if not os.path.isfile(path):  # a named pipe, for example, would block
+    if not os.path.isfile(path):  # a folder, for example
         raise UserError(f"{path} is not a file: give a pattern such as data/mine/train_*.bin")
     header = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     tokens, odd_bytes = divmod(os.path.getsize(path) - HEADER_BYTES, 2)
@@ -544,7 +549,8 @@ def train_step(run, inputs, targets):
     seed_step(run)  # for models with dropout; this one has no randomness
     loss = 0.0
     for x, y in zip(inputs.split(run.micro_batch_size), targets.split(run.micro_batch_size)):
-        # Scaled so that the sum over micro-batches and ranks is the mean over the global batch.
+        # Scaled so that the sum over micro-batches and ranks is the mean over the global batch, if
+        # no targets are ignored.
         micro_loss = run.model(x, y) * (len(x) / run.args.batch_size)
         micro_loss.backward()
         loss += micro_loss.detach()
@@ -585,11 +591,11 @@ def evaluate(run):
     inputs, targets = inputs_and_targets(run.validation, run.device)
     micro_batch_size = run.micro_batch_size
     for x, y in zip(inputs.split(micro_batch_size), targets.split(micro_batch_size)):
-        sequences = len(x)
+        count = len(x)
         # Pad the last micro-batch with ignored rows: another shape would need another compilation.
-        padding = (0, 0, 0, micro_batch_size - sequences)
+        padding = (0, 0, 0, micro_batch_size - count)
         x, y = F.pad(x, padding), F.pad(y, padding, value=-1)
-        total += run.model(x, y).double() * sequences
+        total += run.model(x, y).double() * count
     run.model.train()
     if get_world_size() > 1:
         dist.all_reduce(total)
@@ -605,6 +611,7 @@ def validate(run):
         run.val_loss = evaluate(run)
         check_weights_agree(run.model)
     run.log.progress(run.step, "val_loss", run.val_loss)
+    check_finite(run.step, "val_loss", run.val_loss)
     repeats_data = run.tokens_to_train > run.train_loader.stream.total_tokens
     if repeats_data and run.val_loss < run.best_loss:  # the model may overfit later
         run.best_loss = run.val_loss
@@ -616,7 +623,7 @@ def train(run):
     args = run.args
     batch = next_batch(run)
     while run.step < args.num_iterations and not run.stopped:
-        # A validation needs this, too: train_modern.py's schedule also sets the attention window.
+        # Before a validation, because train_modern.py's schedule also sets the attention window.
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         if args.val_loss_every and run.step % args.val_loss_every == 0:
             validate(run)
@@ -628,6 +635,7 @@ def train(run):
         loss = values.pop("loss")
         run.stopped = values.pop("stop_count") > 0
         run.log.progress(run.step, "train_loss", loss, values)
+        check_finite(run.step, "train_loss", loss)
         if args.save_every and run.step % args.save_every == 0:
             save_checkpoint(run)
     if not run.stopped:
@@ -710,10 +718,10 @@ def set_up(args, recipe, stop_request):
     fixed = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
     fixed |= data_facts
     fixed["optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-    sequences = args.batch_size // get_world_size()
-    sizes = range(1, min(sequences, args.device_batch_size) + 1)
+    rank_batch_size = args.batch_size // get_world_size()
+    sizes = range(1, min(rank_batch_size, args.device_batch_size) + 1)
     # The largest divisor, so that all micro-batches have the same shape.
-    micro_batch_size = max(n for n in sizes if sequences % n == 0)
+    micro_batch_size = max(n for n in sizes if rank_batch_size % n == 0)
     return Run(
         recipe=recipe,
         args=args,
@@ -787,6 +795,12 @@ def check_at_least(args, low, names):
             raise UserError(f"{name}={getattr(args, name)} must be at least {low} and below 2**63")
 
 
+def check_finite(step, name, loss):
+    """Raise UserError if a loss is NaN or infinite."""
+    if not math.isfinite(loss):
+        raise UserError(f"{name} is {loss} at step {step}: lower the learning rates")
+
+
 def check_optimizers(model, optimizers):
     """Raise UserError unless every parameter of the model is in exactly one optimizer."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -811,7 +825,8 @@ def parse_args(argv, recipe=RECIPE):
         argument_default=argparse.SUPPRESS,  # leaves out settings that were not passed
         allow_abbrev=False,
     )
-    names, types = list(recipe.presets), get_type_hints(recipe.settings)
+    names = list(recipe.presets)
+    types = get_type_hints(recipe.settings)
     parser.add_argument("--preset", choices=names, default=names[0], help="settings to start from")
     for field in dataclasses.fields(recipe.settings):
         shown_default = recipe.presets[names[0]].get(field.name, field.default)
@@ -823,7 +838,8 @@ def parse_args(argv, recipe=RECIPE):
             help=field.metadata.get("help", "").replace("%", "%%"),
         )
     given = vars(parser.parse_args(argv))
-    settings = recipe.presets[given.pop("preset")] | given
+    preset = given.pop("preset")
+    settings = recipe.presets[preset] | given
     train_files = settings.get("train_files", recipe.settings.train_files)
     packed_size = read_manifest(train_files).get("vocab_size")
     # The manifest overrides the default and the preset, but not the command line.
@@ -851,14 +867,14 @@ def read_manifest(pattern):
 
 
 def digest(value):
-    """Return a short hash of a value, 12 hexadecimal digits."""
+    """Return a short hash of repr(value), 12 hexadecimal digits."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def next_batch(run):
     """Return this rank's batch of the next step, or None after the last step.
 
-    If rank 0 cannot read it after the first step, rank 0 saves a checkpoint before it raises.
+    If rank 0 cannot read it, it saves a checkpoint before it raises, except before the first step.
     """
     if run.step == run.args.num_iterations:
         return None
@@ -885,7 +901,7 @@ def open_data(args, device):
         )
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # that must get new data
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # whose data must be new
     if max_steps < needed_steps:
         fix = "add data or lower --batch_size"
         if not args.allow_repeat:
@@ -906,7 +922,7 @@ def open_data(args, device):
         raise UserError(f"val_tokens={val_tokens} must be {limit}, or 0")
     tokens = val_stream.read(0, val_tokens + 1)
     # Adjacent sequences share a token: the last target of one is the first input of the next.
-    sequences = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]
+    sequences = np.stack([tokens[start : start + T + 1] for start in range(0, val_tokens, T)])
 
     train_data, val_data = stream.checksums(), val_stream.checksums()
     if set(train_data) & set(val_data):
@@ -993,12 +1009,14 @@ def compile_model(run):
     targets = torch.zeros_like(inputs)  # not the same tensor, or training would recompile
     try:
         with torch.no_grad():
-            run.model.eval()(inputs, targets)
-        loss = run.model.train()(inputs, targets)
+            run.model.eval()
+            run.model(inputs, targets)
+        run.model.train()
+        loss = run.model(inputs, targets)
         loss.backward()
     except BackendCompilerFailed as error:
         cause = " ".join(str(error).split())
-        fix = "pass --compile=False, install g++ and python3-dev, or set TORCHINDUCTOR_CACHE_DIR"
+        fix = "pass --compile=False, install g++ and python3-dev, or fix TORCHINDUCTOR_CACHE_DIR"
         raise UserError(f"the model cannot be compiled ({cause:.200}): {fix}") from None
     run.model.zero_grad()
     loss.item()  # waits for the device
@@ -1009,7 +1027,8 @@ def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu_info = Path("/proc/cpuinfo")
-    found = cpu_info.exists() and re.search(r"model name\s*: (.*)", cpu_info.read_text())
+    text = cpu_info.read_text() if cpu_info.exists() else ""
+    found = re.search(r"model name\s*: (.*)", text)
     return found[1] if found else os.uname().machine
 
 
@@ -1156,13 +1175,11 @@ class Log:
                 raise UserError(f"{self.path} cannot be written: free disk space, then resume")
 
     def progress(self, step, name, loss, others=None):
-        """Log a loss, the time so far and other values. Raises UserError for NaN or infinity."""
+        """Log a loss, the time so far and other values."""
         ms = 1000 * self.seconds["train"]
         times = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         more = "".join(f" {other}:{value:.4g}" for other, value in (others or {}).items())
         self(f"step:{step}/{self.num_iterations} {name}:{loss:.4f} {times}{more}")
-        if not math.isfinite(loss):
-            raise UserError(f"{name} is {loss} at step {step}: lower the learning rates")
 
     @contextlib.contextmanager
     def timed(self, phase):
@@ -1309,8 +1326,9 @@ def claim_folder(run):
     # Checked only after locking, because another process may have just finished this run.
     if not run.args.resume and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
-    with open(run.log.path, "ab") as file:  # drop an incomplete last line
-        file.truncate(run.log.path.read_bytes().rfind(b"\n") + 1)
+    with open(run.log.path, "ab") as file:
+        text = run.log.path.read_bytes()
+        file.truncate(text.rfind(b"\n") + 1)  # drop an incomplete last line
 
 
 def restore(run):
@@ -1326,6 +1344,7 @@ def restore(run):
         state = load_weights(run, path, run.fixed)
         run.step, run.val_loss = state["step"], state["val_loss"]
         with contextlib.suppress(UserError):  # there is no best.pt, or it is damaged
+            # It may be newer than the checkpoint.
             run.best_loss = read_pt(run.folder / "best.pt")["val_loss"]
         run.log.seconds["train"] = state["train_seconds"]
         run.finished = path.name == "model.pt"

@@ -161,7 +161,7 @@ class ModernAttention(CausalSelfAttention):
         self.value_table = self.value_gate = None
         if has_value_table:
             self.value_table = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
-            self.value_gate = CastedLinear(GATE_CHANNELS, args.n_head, bias=False)
+            self.value_gate = CastedLinear(GATE_CHANNELS, args.n_head)
 
     def forward(self, x, tokens, mask):
         """x: (B, T, C). tokens: (B, T). mask: see attend."""
@@ -318,7 +318,7 @@ class ModernGPT(nn.Module):
         if self.skip_end is not None:
             self.skip_weight = nn.Parameter(torch.tensor(0.18))  # about sigmoid(-1.5), record 45
         self.backout_weight = nn.Parameter(torch.tensor(0.5))  # record 40
-        self.lm_head = CastedLinear(args.n_embd, args.vocab_size, bias=False)
+        self.lm_head = CastedLinear(args.n_embd, args.vocab_size)
         self.init_matrices()
         self.document_token = args.document_token
         self.has_window = args.attention_window > 0
