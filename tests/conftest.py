@@ -160,6 +160,16 @@ def write_weights(path, state):
     return path
 
 
+def random_run(folder, recipe=train_gpt2.RECIPE, **settings):
+    """Write an untrained model with random weights; return its folder."""
+    torch.manual_seed(0)
+    state = small_state(recipe, **settings)
+    for tensor in state["model"].values():
+        tensor += 0.2 * torch.randn_like(tensor)
+    write_weights(folder / "model.pt", state)
+    return folder
+
+
 @pytest.fixture
 def gpt2_vocabulary(monkeypatch):
     """GPT-2's vocabulary, read from a folder beside this clone."""

@@ -20,7 +20,7 @@ import train_modern
 from conftest import MODERN, ROOT, both_dtypes, options, run_here, run_ranks
 from plain import plain_newton_schulz
 from test_model import make_batch, make_model
-from test_muon import both_files
+from test_muon import both_files, relative
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train_gpt2
@@ -32,8 +32,7 @@ KERNELS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 def error(found, exact):
-    """Return the relative error in the Frobenius norm."""
-    return ((found.double().cpu() - exact).norm() / exact.norm()).item()
+    return relative(found.cpu() - exact, exact)
 
 
 # ---- Kernels, against float64 on the CPU ---------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 import train_modern
 import transformers
 import weights
-from conftest import ROOT, small_state, write_run_on_own_tokens, write_weights
+from conftest import ROOT, random_run, small_state, write_run_on_own_tokens, write_weights
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -49,16 +49,6 @@ def plain(plain_run, tmp_path_factory):
 @pytest.fixture(scope="module")
 def modern(modern_run, tmp_path_factory):
     return exported(modern_run / "model.pt", tmp_path_factory.mktemp("modern") / "exported")
-
-
-def random_run(folder, recipe=train_gpt2.RECIPE, **settings):
-    """Write an untrained model with random weights; return its folder."""
-    torch.manual_seed(0)
-    state = small_state(recipe, **settings)
-    for tensor in state["model"].values():
-        tensor += 0.2 * torch.randn_like(tensor)
-    write_weights(folder / "model.pt", state)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import muon
 import pytest
@@ -18,14 +19,17 @@ from torch import nn
 import train_gpt2
 
 
-def test_it_imports_only_torch_and_numpy():
+@pytest.mark.parametrize(
+    "script, packages", [(SCRIPT, {"torch", "numpy"}), (muon.__file__, {"torch"})]
+)
+def test_a_script_that_is_copied_imports_few_packages(script, packages):
     imported = set()
-    for node in ast.walk(ast.parse(SCRIPT.read_text())):
+    for node in ast.walk(ast.parse(Path(script).read_text())):
         if isinstance(node, ast.Import):
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module.partition(".")[0])
-    assert imported - sys.stdlib_module_names == {"torch", "numpy"}
+    assert imported - sys.stdlib_module_names == packages
 
 
 def test_a_copy_in_an_empty_folder_finishes_a_run_of_the_repository(tiny, tmp_path, capsys):

@@ -9,7 +9,7 @@ import torch
 import train_modern
 import transformers
 import weights
-from conftest import small_state, write_weights
+from conftest import random_run
 from transformers import DynamicCache
 
 import train_gpt2
@@ -34,12 +34,9 @@ MODELS = {
 def model(request, tmp_path_factory):
     """An exported model with random weights, and the GPT that it must agree with."""
     folder = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
     script, settings = MODELS[request.param]
-    state = small_state(script.RECIPE, **SIZES | settings)
-    for tensor in state["model"].values():
-        tensor += 0.2 * torch.randn_like(tensor)
-    gpt, args, _ = weights.load(write_weights(folder / "model.pt", state), dtype=torch.float32)
+    random_run(folder, script.RECIPE, **SIZES | settings)
+    gpt, args, _ = weights.load(folder / "model.pt", dtype=torch.float32)
     export.write_model(folder, gpt, args, BYTES, script.RECIPE)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     return SimpleNamespace(hf=model.requires_grad_(False), gpt=gpt.requires_grad_(False))
@@ -219,6 +216,16 @@ def test_tuples_and_some_logits_are_returned_on_request(model):
     assert torch.isclose(total, hf(tokens, labels=tokens).loss * (2 * 7) / 7)
 
 
+def assert_most_likely(gpt, generated, prompts, starts):
+    """Assert that each new token is the most likely one. Row i of prompts begins at starts[i]."""
+    for row, start in enumerate(starts):
+        tokens = prompts[row : row + 1, start:]
+        for _ in range(generated.size(1) - prompts.size(1)):
+            following = gpt(tokens[:, -512:])[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, following], dim=1)
+        assert torch.equal(generated[row, start:], tokens[0])
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_generation_from_padded_prompts_takes_the_most_likely_tokens(use_cache, model):
     """generate passes position_ids, with 0 or 1 for padding, depending on the version."""
@@ -226,12 +233,7 @@ def test_generation_from_padded_prompts_takes_the_most_likely_tokens(use_cache, 
     mask = (torch.arange(30) >= torch.tensor([[0], [7], [19]])).long()
     options = dict(max_new_tokens=6, do_sample=False, use_cache=use_cache, suppress_tokens=None)
     generated = model.hf.generate(prompts, attention_mask=mask, eos_token_id=-1, **options)
-    for row, start in enumerate((0, 7, 19)):
-        tokens = prompts[row : row + 1, start:]
-        for _ in range(6):
-            following = model.gpt(tokens)[:, -1:].argmax(-1)
-            tokens = torch.cat([tokens, following], dim=1)
-        assert torch.equal(generated[row, start:], tokens[0])
+    assert_most_likely(model.gpt, generated, prompts, (0, 7, 19))
 
 
 def test_stop_strings_end_a_text(model):
@@ -253,12 +255,7 @@ def test_a_text_longer_than_sequence_length_continues_from_its_last_tokens(model
     mask[1, :300] = 0
     options = dict(max_new_tokens=5, do_sample=False, suppress_tokens=None, eos_token_id=-1)
     generated = model.hf.generate(prompts, attention_mask=mask, **options)
-    for row, start in enumerate((0, 300)):
-        tokens = prompts[row : row + 1, start:]
-        for _ in range(5):
-            following = model.gpt(tokens[:, -512:])[:, -1:].argmax(-1)
-            tokens = torch.cat([tokens, following], dim=1)
-        assert torch.equal(generated[row, start:], tokens[0])
+    assert_most_likely(model.gpt, generated, prompts, (0, 300))
 
 
 @pytest.mark.parametrize("model", ["gpt2", "windowed"], indirect=True)

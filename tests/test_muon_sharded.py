@@ -327,7 +327,7 @@ def load_transformer(rank, world_size, folder):
     return loaded, tensors_of(model, optimizers)
 
 
-@pytest.mark.parametrize("saving, loading", [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("saving, loading", [(2, 2), (2, 3)])
 def test_a_distributed_checkpoint_continues_on_any_number_of_ranks(saving, loading, tmp_path):
     """With the same number of ranks, it goes on to the same bits as without an interruption."""
     folder = str(tmp_path / "checkpoint")
@@ -356,11 +356,10 @@ def save_and_load_replicated(rank, world_size, folder):
         assert torch.equal(fresh.state[p]["momentum_buffer"], muon.state[p]["momentum_buffer"])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_whole_parameters_too_go_through_a_distributed_checkpoint(world_size, tmp_path):
-    """With three ranks, one has no matrix to orthogonalize. It hung there, or lost momenta."""
+def test_whole_parameters_too_go_through_a_distributed_checkpoint(tmp_path):
+    """One of three ranks has no matrix to orthogonalize. It hung there, or lost momenta."""
     folder = str(tmp_path / "checkpoint")
-    run_ranks(save_and_load_replicated, world_size, tmp_path / "ranks", folder)
+    run_ranks(save_and_load_replicated, 3, tmp_path / "ranks", folder)
 
 
 # ---- README and one rank -------------------------------------------------------------------------

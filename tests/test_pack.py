@@ -20,14 +20,9 @@ import pack
 import pytest
 import regex  # tiktoken needs it, too
 import tiktoken
-from conftest import ROOT, SHARED_DATA
+from conftest import ROOT
 
 TEXTS = [f"{i}: naïve €\nprint('😀')\r\n" * (1 + i % 7) for i in range(300)]
-
-
-@pytest.fixture(autouse=True)
-def vocabulary(monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken_cache"))
 
 
 def packed(out, *arguments):
@@ -151,8 +146,6 @@ def test_standard_input_is_packed_as_one_document(tmp_path):
     done = subprocess.run(command, input=b"some text", capture_output=True)
     assert done.returncode == 0 and b"10.0% of all" in done.stdout, done
     assert split_documents(tmp_path / "out", "train") == [b"some tex"]
-    done = subprocess.run(command, input=GOOD * 2, capture_output=True)
-    assert done.returncode == 1 and b"it has JSON lines" in done.stderr, done
 
 
 def test_what_is_left_out_of_a_folder_is_counted(tmp_path, capsys):
@@ -426,7 +419,7 @@ def test_after_a_kill_a_folder_is_complete_or_marked(tmp_path, monkeypatch, repl
 
 
 # ---- GPT-2's encoding cut to its first tokens, and shards as input -------------------------------
-needs_gpt2 = pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="GPT-2's vocabulary is missing")
+needs_gpt2 = pytest.mark.usefixtures("gpt2_vocabulary")
 
 
 @needs_gpt2

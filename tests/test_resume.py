@@ -141,7 +141,7 @@ def test_a_slow_start_does_not_overwrite_a_finished_run(tiny, tmp_path, monkeypa
 
 
 # ---- Edits of the script -------------------------------------------------------------------------
-def test_an_edit_of_the_script_is_said_and_marked(fields, loss, tmp_path):
+def test_an_edit_of_the_script_is_said_and_marked(fields, tmp_path):
     """A finished run was taken for one of the edited script, and a log had two sources."""
     edited = tmp_path / "train_gpt2.py"
     edited.write_text(SCRIPT.read_text() + "# an edit\n")

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import io
-import math
 import os
 import pty
 import re
@@ -220,11 +219,9 @@ BUG = "Traceback (most recent call last):"
 FAULTS = {  # what a rank does at step 4, the number of processes, the rank, its message
     "a kill": ("os.kill(os.getpid(), 9)", 3, 1, LOST),
     "a long sleep": ("time.sleep(8)", 2, 1, LOST),
-    "a mistake": (MISTAKE, 1, 0, BUG),
-    "a mistake of a rank": (MISTAKE, 3, 1, BUG),
+    "a mistake": (MISTAKE, 3, 1, BUG),
     "nan": (NAN, 1, 0, "val_loss is nan at step 5: lower the learning rates"),
     "infinity": (INFINITY, 2, 1, "train_loss is nan at step 5: lower the learning rates"),
-    "a flipped bit": (FLIP, 2, 1, "the ranks differ in weights ("),
 }
 
 
@@ -358,17 +355,6 @@ def test_a_line_that_cannot_be_written_as_a_whole_is_an_error(tiny, tmp_path, mo
         assert log.path.read_bytes() == b"one\n"
 
 
-def test_the_log_goes_on_if_the_output_fails(tiny, tmp_path, monkeypatch):
-    """Nothing is left in a buffer that Python would fail to write at exit."""
-    log = train_gpt2.Log(Hyperparameters(**tiny, run_id="o"))
-    log.path, log.may_write = tmp_path / "o.txt", True
-    full = Mock(write=Mock(side_effect=OSError(28, "No space left on device")))
-    monkeypatch.setattr(sys, "stdout", full)
-    log("one")
-    log("two")
-    assert log.path.read_text() == "one\ntwo\n" and sys.stdout is None
-
-
 def test_a_run_needs_no_standard_output(tiny, tmp_path):
     """It may be closed from the start."""
     script = launcher(tmp_path, "os.close(1); sys.stdout = None")
@@ -377,15 +363,11 @@ def test_a_run_needs_no_standard_output(tiny, tmp_path):
     assert "\nval_loss: " in (tmp_path / "logs" / "o.txt").read_text()
 
 
-def test_output_works_on_an_ascii_terminal_and_without_one(tiny, tmp_path, monkeypatch, capsys):
+def test_output_works_on_an_ascii_terminal(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt2.StopRequest, "catch_signals", lambda self: None)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     train_gpt2.cli(options({**tiny, "log_dir": tmp_path / "Jörg"}))
     assert b"J\\xf6rg" in sys.stdout.buffer.getvalue()
-    monkeypatch.setattr(sys, "stdout", None)
-    with pytest.raises(SystemExit, match="1"):
-        train_gpt2.cli(["--n_layer=0"])
-    assert capsys.readouterr().err.startswith("train_gpt2.py: n_layer=0 must be")
 
 
 def test_a_shard_that_is_deleted_while_in_use_is_still_read(tiny, tmp_path):
@@ -447,6 +429,7 @@ def weights(tiny, tmp_path):
 
 FIRST = {"run_id": "first", "resume": "auto"}
 INIT = {"run_id": "second", "init": "logs/first/model.pt"}
+FROM = {"run_id": "from", "resume": "auto"}
 FOREIGN = "not created by this script: move them away, or pass another --run_id"
 ANOTHER_MODEL = "holds weights of another model"
 REFUSALS = [
@@ -458,6 +441,10 @@ REFUSALS = [
     ({**FIRST, "seed": 1}, "first/model.pt was saved with seed=1337"),
     ({**FIRST, "num_iterations": 9}, "first/model.pt was saved with num_iterations=6"),
     ({**FIRST, "train_files": "other/*.bin"}, "first/model.pt was saved with train_data="),
+    ({**FIRST, "init": f"logs/{CHECKPOINT}"}, "first/model.pt was saved with init= "),
+    ({**HALF, "init": "logs/first/model.pt"}, "3.pt was saved with init= "),
+    (FROM, r"2.pt was saved with init=logs/first/model.pt \(here \)"),
+    ({**FROM, "init": f"logs/{CHECKPOINT}"}, "2.pt was saved with init=logs/first/model.pt "),
     ({"run_id": "half"}, "half exists: .*--resume=auto to continue it"),
     ({"run_id": "half.txt"}, "File exists: .*logs/half.txt"),
     ({"run_id": "folder"}, FOREIGN),
@@ -486,6 +473,7 @@ def test_conflicts_with_earlier_runs_are_rejected(tiny, half, weights, tmp_path,
     write_weights(tmp_path / "logs" / "edited.pt", state | {"model": {"new": torch.zeros(1)}})
     del state["script"]
     write_weights(tmp_path / "logs" / "old.pt", state)
+    run_here(tiny, 2, run_id="from", init="logs/first/model.pt")
     for changes, sentence in REFUSALS:
         refused(sentence, tiny, **changes)
 
@@ -550,11 +538,10 @@ def test_a_finished_run_is_neither_trained_nor_changed_again(tiny, tmp_path):
     run_here(fields, 3)
     assert run_here(fields) is not None
     before = content(tmp_path / "logs" / "e")
-    for _ in range(2):
-        (tmp_path / "logs" / "e.txt").unlink()
-        shown = trained(fields, 2)
-        assert shown.endswith("e/model.pt is the result of this run; nothing to do\n")
-        assert content(tmp_path / "logs" / "e") == before
+    (tmp_path / "logs" / "e.txt").unlink()
+    shown = trained(fields, 2)
+    assert shown.endswith("e/model.pt is the result of this run; nothing to do\n")
+    assert content(tmp_path / "logs" / "e") == before
 
 
 def test_auto_means_checkpoint_else_init_else_new_weights(tiny, weights, tmp_path, capsys):
@@ -570,22 +557,6 @@ def test_auto_means_checkpoint_else_init_else_new_weights(tiny, weights, tmp_pat
     assert last_bits(tmp_path / "logs" / "part") == last_bits(tmp_path / "logs" / "whole")
     run_here({**fields, "run_id": "new", "init": ""}, 2)
     assert "\nstarting from new weights\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_other_initial_weights_are_refused(finished, tiny, weights, half):
-    """--resume=auto once took a run from other weights for this one."""
-    fields = {**tiny, "seed": 1, "run_id": "a", "init": str(weights)}
-    run_here(fields, math.inf if finished else 2)
-    fields["resume"] = "auto"
-    for other in "", f"{tiny['log_dir']}/{CHECKPOINT}":
-        refused("was saved with init=", fields, init=other)
-    run_here({**tiny, "run_id": "b"}, math.inf if finished else 2)
-    refused(
-        r"was saved with init= \(here /",
-        {**tiny, "run_id": "b", "resume": "auto"},
-        init=str(weights),
-    )
 
 
 # ---- Damaged, foreign and hostile files ---------------------------------------------------------
