@@ -4,12 +4,13 @@
 # bash run.sh repeat N [modern] [...]    train with N seeds and print the mean loss
 # bash run.sh profile [modern] [...]     show where the time of a step goes
 # bash run.sh pack INPUT... --out DIR    turn your own text into training data
-# bash run.sh TOOL [...]                 run a tool of records/tools: sample, evaluate, export, ...
+# bash run.sh TOOL [...]                 run a tool: sample, evaluate, export, report, compare, plan
 # bash run.sh test [...]                 run the test suite, or pytest with these arguments
 #
 # Data are prepared first. You are asked before FineWeb is downloaded, unless --yes is given.
 # The environment variables NPROC and PYTHON set the number of processes and the interpreter.
-# data/ and logs/ are relative to the current folder; .venv is beside run.sh.
+# data/ and logs/ are relative to the current folder. If the interpreter lacks packages, they are
+# installed into .venv, beside run.sh; PyTorch takes several GB, but less for CPUs (see README.md).
 
 [ -n "${BASH_VERSION:-}" ] || { echo "run.sh: start it with: bash run.sh" >&2; exit 1; }
 set -euo pipefail
@@ -111,7 +112,8 @@ esac
 runs=
 if [ "$command" = repeat ]; then
     runs=${2:-}
-    [[ $runs =~ ^[1-9][0-9]*$ ]] || fail "repeat needs the number of runs: bash run.sh repeat 5"
+    [[ $runs =~ ^([2-9]|[1-9][0-9]+)$ ]] ||
+        fail "repeat needs the number of runs, at least 2: bash run.sh repeat 5"
     shift 2
 elif [ "$command" = profile ]; then
     shift
@@ -146,6 +148,8 @@ done
 set -- ${settings[@]+"${settings[@]}"}  # the bash of macOS takes an empty array for an unset one
 if [[ " $* " != *" --help "* && " $* " != *" -h "* ]]; then
     "$python" "$root/data/prepare.py" $word "$@" $yes
+else
+    NPROC=1  # print the help once
 fi
 
 processes=${NPROC:-$((gpus > 1 ? gpus : 1))}

@@ -5,7 +5,7 @@
 
 A shard holds 100M GPT-2 tokens in 0.2 GB. Record 7 reads 27 training shards. The script asks before
 it downloads shards that are missing, unless --yes is given. A shard gets its name only when it is
-complete, and one that differs from the original is downloaded again. After an error or an
+complete, and one that was changed afterwards is downloaded again. After an error or an
 interruption, run the same command again: it continues with the shard that was interrupted, while a
 part starts again.
 """

@@ -467,7 +467,9 @@ def parse_args(argv):
     add("--text_field", help="field of a line or row (default: text)")
     add("--split_at", metavar="TEXT", help=f"split documents here, for example at '{END_OF_TEXT}'")
     add("--pattern", default="*", help="in folders, read only files whose names match")
-    add("--exclude", default=[], nargs="*", help="relative paths to leave out")
+    add(
+        "--exclude", default=[], nargs="*", help="relative paths to leave out (pass it after INPUT)"
+    )
     args = parser.parse_args(argv)
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction={args.val_fraction} must be at least 0 and less than 1")

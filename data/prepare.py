@@ -66,7 +66,7 @@ def pack_small(yes):
 def prepare(argv, yes):
     """Prepare the data of the run with these arguments."""
     for folder in TORCH_SOURCES, SMALL:
-        if (folder / ".pack").exists():  # pack.py was interrupted while it replaced shards
+        if (folder / ".pack").exists():  # pack.py was killed while it replaced our shards
             shutil.rmtree(folder)
     args = read_settings(argv)
     folder = Path(args.train_files).parent

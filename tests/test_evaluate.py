@@ -93,7 +93,7 @@ def test_gpt2_tokens_have_the_bytes_of_their_text(gpt2_vocabulary, tmp_path, cap
 
 
 def test_shards_of_another_encoding_are_rejected(tmp_path, capsys):
-    """Their manifest tells. The model's encoding, bytes, has as many ids."""
+    """Their manifest or FineWeb's name tells. The model's encoding, bytes, has as many ids."""
     path = write_uniform_model(tmp_path)
     write_shard(tmp_path / "a.bin", range(9))
     for name, allowed in ("bytes", True), ("letters", False):
@@ -101,6 +101,9 @@ def test_shards_of_another_encoding_are_rejected(tmp_path, capsys):
         expected = contextlib.nullcontext() if allowed else pytest.raises(ValueError, match=name)
         with expected:
             run(capsys, path, tmp_path / "a.bin")
+    shard = write_shard(tmp_path / "shards" / "fineweb_val_0.bin", range(9))
+    with pytest.raises(ValueError, match="has the encoding gpt2, and the model bytes"):
+        run(capsys, path, shard)
 
 
 def test_without_a_known_encoding_only_tokens_are_measured(tmp_path, capsys):

@@ -158,10 +158,10 @@ def test_invalid_values_are_refused(options):
 )
 def test_parameters_that_are_not_matrices_are_refused(shape, dtype):
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype))]
-    with pytest.raises(ValueError, match=r"Muon takes float parameters with 2 to 4 dimensions"):
+    with pytest.raises(ValueError, match=r"Muon takes non-empty float parameters of 2 to 4 dim"):
         Muon(params, lr=0.02)
     muon = Muon(make_parameters(), lr=0.02)
-    with pytest.raises(ValueError, match=r"Muon takes float parameters with 2 to 4 dimensions"):
+    with pytest.raises(ValueError, match=r"Muon takes non-empty float parameters of 2 to 4 dim"):
         muon.add_param_group(dict(params=params))
     assert len(muon.param_groups) == 1
 

@@ -141,6 +141,7 @@ def test_one_process_of_a_larger_slurm_job_may_train(tiny, monkeypatch):
         ("--resume=auto", "--resume=auto needs --run_id"),
         ("--preset=small --n_embd=8", "n_embd=8 must be at least 12 and below 2**63"),
         ("--preset=small --max_ngram=1", "max_ngram=1 must be at least 2 and below 2**63"),
+        ("--preset=small --momentum_warmup_fraction=300", "momentum_warmup_fraction=300.0 must be"),
         ("--preset=small --document_token=2176", "document_token=2176 is not in the vocabulary"),
         ("--preset=small --sequence_length=500", "sequence_length=500 must be a multiple of 128"),
     ],

@@ -202,7 +202,9 @@ def test_a_missing_package_is_named(clone):
 
 
 def test_help_lists_the_commands(clone):
-    status, lines, _ = run_sh(clone, "--help")
+    """And, once, the settings."""
+    status, lines, _ = run_sh(clone, "--help", gpus=8)
+    assert commands(lines)[-1] == "train_gpt2.py --help"
     assert status == 0 and lines[0].startswith("bash run.sh [--name=value ...]  ")
     assert any(line.startswith("bash run.sh test [...]") for line in lines)
 
@@ -242,7 +244,7 @@ def test_another_shell_is_one_sentence(clone):
     assert (done.returncode, done.stderr) == (1, "run.sh: start it with: bash run.sh\n")
 
 
-@pytest.mark.parametrize("given", ["", "x", "--seed=1", "*"])
+@pytest.mark.parametrize("given", ["", "x", "1", "--seed=1", "*"])
 def test_repeat_needs_a_number_before_it_prepares_data(given, clone):
     status, lines, stderr = run_sh(clone, "repeat", *given.split())
     assert (status, lines) == (1, []) and "repeat needs the number of runs" in stderr

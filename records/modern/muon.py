@@ -1,6 +1,9 @@
 """Muon with the arguments of torch.optim.Muon, for DDP, FSDP2, experts and heads. Copy this file.
 
-Copyright (c) 2026 the authors. SPDX-License-Identifier: MIT. Tested with torch 2.13.
+    muon = Muon(matrices, lr=0.02, process_group=torch.distributed.group.WORLD)  # with DDP
+
+Needs torch 2.5; FSDP2 was tested only with torch 2.13. SPDX-License-Identifier: MIT.
+Copyright (c) 2026 the authors.
 """
 
 import math
@@ -24,10 +27,10 @@ def orthogonalize(G, dtype=torch.bfloat16, coefficients=FIVE_ITERATIONS, eps=1e-
     """Return approximately U V^T for each matrix G = U S V^T, by Newton-Schulz iterations.
 
     G: (..., M, N), of any float dtype; it is not modified. dtype: dtype of the matmuls.
-    coefficients: a tuple with (a, b, c) of each iteration. eps: added to the Frobenius norm.
-    Returns bfloat16. Source: https://kellerjordan.github.io/posts/muon/
+    coefficients: a tuple of tuples, (a, b, c) for each iteration. eps: added to the Frobenius norm.
+    Returns bfloat16, (..., M, N). Source: https://kellerjordan.github.io/posts/muon/
     """
-    # In float32, squares of large entries would overflow, but MPS has no float64.
+    # In float32, squares of entries above 1e19 would overflow. They do on MPS, without float64.
     norm_dtype = torch.float32 if G.is_mps else torch.float64
     norm = torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True, dtype=norm_dtype) + eps
     X = (G.float() / norm.float()).to(dtype)
@@ -97,14 +100,16 @@ class Muon(torch.optim.Optimizer):
     blocks: the number of equal blocks of rows in each matrix, or a list with their numbers of rows.
       Each block, such as a head, or q, k or v of one parameter, is orthogonalized separately.
     beta2: NorMuon divides each row (column if M < N) by the root of a moving average of its mean
-      square. This is the decay of that average; 0 disables it. Use it with float32 parameters: the
-      average has their dtype, and bfloat16 loses small changes. https://arxiv.org/abs/2510.05491
+      square, then restores the norm of the matrix. This is the decay of that average; 0 disables
+      it. Use it with float32 parameters: the average has their dtype, and bfloat16 loses small
+      changes. Source: https://arxiv.org/abs/2510.05491, which always divides rows.
     cautious: decay only entries that the update moves towards zero.
     process_group: the ranks that hold the same parameters and share the work, such as
-      torch.distributed.group.WORLD with DDP (None before init_process_group). DTensors ignore it.
+      torch.distributed.group.WORLD with DDP, which is None before init_process_group. DTensors
+      ignore it. Each rank keeps the momentum of all its parameters, so any rank can save it.
     dtype: dtype of the matmuls, torch.bfloat16 or torch.float32. Updates are rounded to bfloat16.
     Raises ValueError for an unsupported parameter or state, and for options out of range (except
-    ns_coefficients). step() raises RuntimeError if this torch reorders shards of DTensors.
+    ns_coefficients). step() raises RuntimeError if torch is too old for these DTensors.
 
     Average the gradients over the ranks before step(), as DDP does. If the ranks pass parameters in
     different orders, updates are mixed up. A parameter needs a gradient on all ranks or on none;
@@ -202,7 +207,7 @@ class Muon(torch.optim.Optimizer):
         if self.process_group is None and is_distributed and dist.get_world_size() > 1:
             advice = "if they hold the same parameters, pass process_group"
             sentence = f"the ranks do not share the work of Muon: {advice}"
-            warnings.warn(sentence, stacklevel=5)  # of the caller of step()
+            warnings.warn(sentence, stacklevel=5)  # names the line that calls step()
         sizes = [p.numel() for p in params]
         buffer = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=params[0].device)
         # Each rank fills the slots of its own parameters; the sum over the ranks has all updates.
@@ -253,33 +258,35 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize_blocks(directions, shapes, group):
     """Return updates in bfloat16, (parameters, *shape), like directions. shapes: see block_shapes.
 
-    Each block is multiplied by its learning-rate factor / that of the first block, which
-    apply_update applies.
+    apply_update multiplies all blocks by the learning-rate factor of the first one, so here, a
+    block with another factor is multiplied by their ratio.
     """
     coefficients = group["ns_coefficients"]
     if not isinstance(coefficients[0], (tuple, list)):
         coefficients = [coefficients] * group["ns_steps"]
     coefficients = tuple(tuple(abc) for abc in coefficients)
     lr_factor = LR_FACTORS[group["adjust_lr_fn"]]
-    first_factor = lr_factor(*shapes[0][1:])
+    _, M, N = shapes[0]
+    first_factor = lr_factor(M, N)
     directions = directions.contiguous()
     updates = torch.empty_like(directions, dtype=torch.bfloat16)
     blocks = zip(shapes, split_blocks(directions, shapes), split_blocks(updates, shapes))
-    for (_, M, N), block, result in blocks:
-        count = max(1, stack_entries(block.device) // (M * N))
-        for stack, out in zip(block.split(count), result.split(count)):
-            out.copy_(orthogonalize(stack, directions.dtype, coefficients, group["eps"]))
+    for (_, M, N), matrices, out in blocks:
+        count = max(1, stack_entries(matrices.device) // (M * N))  # matrices in one matmul
+        for part, part_out in zip(matrices.split(count), out.split(count)):
+            part_out.copy_(orthogonalize(part, directions.dtype, coefficients, group["eps"]))
         if lr_factor(M, N) != first_factor:
-            result.mul_(lr_factor(M, N) / first_factor)
+            out.mul_(lr_factor(M, N) / first_factor)
     return updates
 
 
 def equalize_rows(updates, averages, shapes, beta2):
     """Divide each row (column if M < N) by the root of an average; restore the norm of each matrix.
 
-    updates: (parameters, *shape), changed in place. averages: (parameters, rows), of the mean
-    squares, updated in place. They start at 0 and need no bias correction: it would scale all rows
-    of a matrix alike, and restoring the norm cancels that. shapes: see block_shapes.
+    updates: bfloat16, (parameters, *shape), changed in place. averages: of the mean squares,
+    (parameters, the rows or columns of all its matrices), updated in place. They start at 0 and
+    need no bias correction: it would scale all rows of a matrix alike, and restoring the norm
+    cancels that. shapes: see block_shapes.
     """
     sizes = [matrices * max(M, N) for matrices, M, N in shapes]
     averages = averages.view(-1, sum(sizes)).split(sizes, dim=1)
@@ -288,9 +295,10 @@ def equalize_rows(updates, averages, shapes, beta2):
         squares = block.float().square().mean(dim)  # (matrices, M or N)
         average.lerp_(squares.view_as(average).type_as(average), 1 - beta2)
         scale = average.float().clamp(min=1e-10).rsqrt().view_as(squares)
-        norm2_before = squares.sum(1, keepdim=True)
-        norm2_after = (squares * scale.square()).sum(1, keepdim=True).clamp(min=1e-20)
-        block.mul_((scale * (norm2_before / norm2_after).sqrt()).unsqueeze(dim))
+        # Proportional to the squared norm of each matrix; the clamps leave a zero update at zero.
+        before = squares.sum(1, keepdim=True)
+        after = (squares * scale.square()).sum(1, keepdim=True).clamp(min=1e-20)
+        block.mul_((scale * (before / after).sqrt()).unsqueeze(dim))
 
 
 def apply_update(p, update, shapes, group):
@@ -325,22 +333,23 @@ def split_blocks(params, shapes):
 
 def assign_owners(params, group, rank_costs):
     """Return {parameter: rank that orthogonalizes it}, the same on all ranks; update rank_costs."""
+    costs = {p: parameter_cost(block_shapes(p, group)) for p in params}
     owners = {}
-    for p in sorted(params, key=torch.numel, reverse=True):
+    for p in sorted(params, key=costs.get, reverse=True):
         owners[p] = rank_costs.index(min(rank_costs))  # the rank with the least work so far
-        rank_costs[owners[p]] += parameter_cost(block_shapes(p, group))
+        rank_costs[owners[p]] += costs[p]
     return owners
 
 
 def parameter_cost(shapes):
-    """Return the relative cost of orthogonalizing a parameter."""
+    """Return the relative cost of orthogonalizing a parameter, counted for sides of 1:1 and 1:4."""
     return sum(matrices * min(M, N) ** 2 * (M + N + min(M, N)) for matrices, M, N in shapes)
 
 
 def check_muon_group(group):
     """Raise ValueError unless Muon can handle the parameters and the options of a group."""
     limits = dict(lr=(0, math.inf), weight_decay=(0, math.inf), momentum=(0, 1), beta2=(0, 1))
-    limits |= dict(eps=(1e-30, math.inf), ns_steps=(1, math.inf))
+    limits |= dict(eps=(1e-30, math.inf), ns_steps=(1, math.inf))  # 1e-50 would be 0 in float32
     for name, (low, high) in limits.items():
         if not low <= group[name] < high:
             raise ValueError(f"{name}={group[name]} must be at least {low} and less than {high}")
@@ -352,7 +361,9 @@ def check_muon_group(group):
     for p in group["params"]:
         if p.ndim not in (2, 3, 4) or not p.is_floating_point() or p.numel() == 0:
             given = f"{p.dtype} and shape {tuple(p.shape)}"
-            raise ValueError(f"Muon takes float parameters with 2 to 4 dimensions, not {given}")
+            raise ValueError(
+                f"Muon takes non-empty float parameters of 2 to 4 dimensions, not {given}"
+            )
         rows = p.size(-2 if p.ndim == 3 else 0)
         blocks = group["blocks"]
         if isinstance(blocks, int):
@@ -372,6 +383,7 @@ def batches_of(params):
     for same in alike.values():
         first = same[0]
         ranks = first.device_mesh.size() if is_dtensor(first) else 1
+        # Each rank gets 1 / ranks of a batch.
         count = ranks * max(1, stack_entries(first.device) // first.numel())
         for i in range(0, len(same), count):
             yield same[i : i + count]

@@ -85,8 +85,11 @@ class ModernSettings(Hyperparameters):
         check_at_least(self, 0, "momentum_warmup_fraction momentum_cooldown_fraction")
         check_at_least(self, GATE_CHANNELS, "n_embd")  # value gates read this many channels
         check_at_least(self, 2, "max_ngram")
+        for name in "momentum_warmup_fraction", "momentum_cooldown_fraction":
+            if getattr(self, name) > 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at most 1")
         if self.attention_window and self.sequence_length % BLOCK:
-            multiple = f"a multiple of {BLOCK} with --attention_window"
+            multiple = f"a multiple of {BLOCK}, or pass --attention_window=0"
             raise UserError(f"sequence_length={self.sequence_length} must be {multiple}")
         if self.attention_window and self.document_token >= self.vocab_size:
             fix = "it is 256 for bytes, N for gpt2-N and 50256 for gpt2"
@@ -100,13 +103,13 @@ def modern(width, **changes):
     are those of the preset's width.
     """
     return dict(
-        n_layer=11, n_head=max(1, width // 128), n_embd=width, device_batch_size=1,
+        n_layer=11, n_head=width // 128, n_embd=width, device_batch_size=1,
         num_iterations=1950,
-        # This is the RMS of an update. U V^T has an RMS of 1 / sqrt(C), and the public records
-        # multiply it by 0.03. In the MLP, it has 1 / sqrt(4C), and they multiply it by 0.06.
+        # The public records multiply U V^T, whose RMS is 1 / sqrt(C), by 0.03. In the MLP, its RMS
+        # is half of that, and they multiply it by 0.06. So the RMS of every update is this:
         muon_learning_rate=0.03 / width**0.5,
-        # A step subtracts lr * weight_decay = 0.03 * 1.2 * 0.03 of a weight's value, if the update
-        # moves it towards zero, too. The public decay is the same for C x C matrices, and twice as
+        # Where an update moves a weight towards zero, the step also subtracts lr * weight_decay =
+        # 0.03 * 1.2 * 0.03 of it. The public decay is the same for C x C matrices, and twice as
         # large for those of the MLP.
         muon_weight_decay=1.2 * 0.03 * width**0.5,
     ) | changes  # fmt: skip
@@ -152,8 +155,10 @@ class ModernAttention(CausalSelfAttention):
     def __init__(self, args, has_offset_keys, has_value_table, dtype):
         super().__init__(args)
         D = args.n_embd // args.n_head
-        # D/4 frequencies from 1 to 1/1024. The other D/4 channel pairs have no position.
-        frequencies = F.pad(1024.0 ** -torch.linspace(0, 1, D // 4), (0, D // 2 - D // 4))
+        # Half of the channel pairs rotate by 1 to 1/1024 radians per token; the others have no
+        # position.
+        rotating = 1024.0 ** -torch.linspace(0, 1, D // 4)
+        frequencies = torch.cat([rotating, torch.zeros(D // 2 - D // 4)])
         self.rotary = Rotary(frequencies, args.sequence_length)  # replaces that of the base class
         # Rotary pairs the channels i and i + D/2, so the mask repeats.
         self.register_buffer("has_position", (frequencies > 0).repeat(2), persistent=False)  # (D,)
@@ -283,8 +288,7 @@ class NgramTable(nn.Module):
             # Without + 1, the n-grams 00, 000, ... would all hash to 0. Integers may wrap around.
             hashes = hashes * 1000003 + earlier + 1
             rows.append(hashes % len(self.weight))
-        rows = torch.stack(rows, dim=-1)  # (B, T, max_ngram - 1)
-        return F.embedding(rows, self.weight).sum(2)
+        return F.embedding(torch.stack(rows, dim=2), self.weight).sum(2)
 
 
 class ModernGPT(nn.Module):
@@ -304,7 +308,8 @@ class ModernGPT(nn.Module):
         # Layer 6 adds the output of layer 3 to its input and has no attention. We leave this out
         # of models of fewer than 8 layers, without having measured it.
         self.skip_start, self.skip_end = (n // 3, (n + 1) // 2) if n >= 8 else (None, None)
-        # Attention after layer 7 reads the output of layer 7, and backout subtracts it at the end.
+        # In later layers, attention reads the output of layer 7 instead of the residual stream
+        # (records 73 and 77). Backout subtracts a part of it at the end.
         self.saved_layer = max(0, min(2 * n // 3, n - 2))
         self.wte = nn.Embedding(args.vocab_size, args.n_embd, dtype=dtype)
         self.ngrams = NgramTable(args, dtype) if args.ngram_rows else None
@@ -312,7 +317,8 @@ class ModernGPT(nn.Module):
         for i in range(n):
             attention = None
             if i != self.skip_end:
-                has_offset_keys, has_value_table = i in self.long_layers, i in self.table_layers
+                has_offset_keys = i in self.long_layers
+                has_value_table = i in self.table_layers
                 attention = ModernAttention(args, has_offset_keys, has_value_table, dtype)
             self.h.append(ModernBlock(args, attention))
         if self.skip_end is not None:
@@ -323,7 +329,8 @@ class ModernGPT(nn.Module):
         self.document_token = args.document_token
         self.has_window = args.attention_window > 0
         # A buffer, so that changing it does not recompile the model. At first, it holds the final
-        # window, for inference; apply_schedule sets it before each step and each validation.
+        # window, for inference, also with weights from the middle of a run, when it was smaller.
+        # apply_schedule sets it before each step and each validation.
         window_blocks = torch.tensor(window_blocks_at(args.num_iterations, args))
         self.register_buffer("window_blocks", window_blocks, persistent=False)
 
@@ -369,12 +376,12 @@ class ModernGPT(nn.Module):
 def build_optimizers(model, args):
     """Return Muon for the matrices of attention and the MLP, and AdamW for the rest.
 
-    Muon gets every matrix of a block that is neither a table nor a gate. Muon must come first,
-    because apply_schedule also sets its momentum and weight decay.
+    Muon must come first, because apply_schedule also sets its momentum and weight decay.
     """
     tables = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, NgramTable))]
     gates = [p for name, p in model.named_parameters() if "value_gate" in name]
-    matrices = [p for p in model.h.parameters() if p.ndim == 2 and p not in {*gates, *tables}]
+    not_for_muon = {*gates, *tables}
+    matrices = [p for p in model.h.parameters() if p.ndim == 2 and p not in not_for_muon]
     scalars = [p for p in model.parameters() if p.ndim < 2]
     muon = Muon(
         matrices,
@@ -420,7 +427,7 @@ def momentum_at(step, args):
     rise = step / warmup_steps if step < warmup_steps else 1.0
     remaining = args.num_iterations - step
     fall = remaining / cooldown_steps if remaining < cooldown_steps else 1.0
-    floor = min(MIN_MOMENTUM, args.muon_momentum)  # a lower muon_momentum is constant
+    floor = min(MIN_MOMENTUM, args.muon_momentum)  # a lower muon_momentum stays constant
     return floor + min(rise, fall) * (args.muon_momentum - floor)
 
 

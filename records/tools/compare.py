@@ -1,12 +1,12 @@
 """Test whether a difference in validation loss is significant, from the logs of repeated runs.
 
-    python records/tools/compare.py LOG... --target 1.32 --n 10     # is the mean loss below it?
+    python records/tools/compare.py LOG... --target 1.35 --n 5      # is the mean loss below it?
     python records/tools/compare.py LOG... --against LOG... --n 5   # is A's mean below B's?
 
-LOG as for report.py. Runs of one seed read the same batches, if their batches have equal sizes,
-and start from the same weights, if these have the same shapes. So if both sides have the same
-seeds, the test is on the differences of the pairs; if they have no seed in common, it is Welch's
-test. If both sides have the same name, they are called first and second.
+LOG as for report.py. With equal sizes, runs of one seed read the same batches and start from the
+same weights. So if both sides have the same seeds, the test is on the differences of the pairs; if
+they have no seed in common, it is Welch's test. If both sides have the same name, they are called
+first and second. If the runs logged a target, --target must be equal to it.
 
 --n is the number of runs per side that was fixed before the runs. Without it there is no verdict,
 and the exit status is 0. With it, the verdict is "Significant" and the status 0 if the one-sided p

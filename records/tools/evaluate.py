@@ -2,7 +2,7 @@
 
     bash run.sh evaluate [TEXT ...] [--weights logs/RUN]
 
-A TEXT is a file that data/pack.py can read, or a shard of tokens that it has made. Without one, the
+A TEXT is a file that data/pack.py can read, such as a text or a shard of tokens. Without one, the
 run's own validation tokens are measured, and the loss that the run logged is printed, too.
 
 Each document of a text is preceded by an end-of-text token, as in training. Every token after the
@@ -15,6 +15,7 @@ end-of-text token counts as zero bytes.
 """
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,9 @@ def total_nats(gpt, tokens, T):
 
 def read_shards(pattern, args, encoding, count=None):
     """Return the first `count` tokens (default: all) of the shards matching a glob, (N,) int64."""
+    folder, name = os.path.split(pattern)
     found = train_gpt2.read_manifest(pattern).get("encoding")
+    found = found or pack.encoding_beside(Path(folder), name)
     if found and encoding is None:
         raise ValueError(
             f"{pattern!r} has the encoding {found}, and that of the model is unknown: pass "

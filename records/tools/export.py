@@ -61,7 +61,7 @@ def tokenizer_of(encoding, sequence_length):
 
 
 def settings_of(args):
-    """Return a dict of the settings, without those of the machine and the names of its files."""
+    """Return a dict of the settings, without init and those that a resumed run may change."""
     hidden = {*weights.train_gpt2.MAY_CHANGE, "init"}
     return {name: value for name, value in vars(args).items() if name not in hidden}
 
@@ -209,7 +209,7 @@ def check(folder, gpt, args, encoding, script):
     require(
         difference <= 1e-5 * max(1, expected.abs().max().item()),
         f"the exported logits differ from those of {script} by {difference:.2g}: if a setting in "
-        "MAY_CHANGE changes the model, remove it from there",
+        "MAY_CHANGE changes the model, declare it with setting() instead of changeable()",
     )
     return difference
 

@@ -10,10 +10,10 @@ Otherwise the group is named after the file, without the seed: muon_seed3.txt be
 means that the log does not contain the value. n counts every run. A group has no mean if one of its
 runs is unfinished (stopped or still running) or has diverged.
 
-Runs in a group must share validation data, world size, dtype and num_iterations, otherwise the
-group is rejected. All runs in a picture must share validation data.
+Runs in a group must share validation data and tokens, the number of processes, dtype and
+num_iterations, otherwise the group is rejected. All runs in a picture must share validation data.
 
-In a README, a generated table stands between its command, `<!-- python records/tools/... -->`, and
+In a README, a generated table stands between its command, `<!-- python SCRIPT ... -->`, and
 `<!-- end -->`, each on a line of its own. --stale runs these commands, lists the READMEs whose
 tables differ from their output, and exits with status 1 if there are any. --refresh rewrites them.
 """
@@ -209,8 +209,8 @@ def parse(argv):
     parser = argument_parser(__doc__)
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("logs", nargs="*", default=[], metavar="LOG")
-    task.add_argument("--refresh", action="store_true", help="see above")
-    task.add_argument("--stale", action="store_true", help="see above")
+    task.add_argument("--refresh", action="store_true", help="rewrite stale tables")
+    task.add_argument("--stale", action="store_true", help="list READMEs with stale tables")
     parser.add_argument("--picture", help="PNG file to draw")
     return parser.parse_args(argv)
 
