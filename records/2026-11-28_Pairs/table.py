@@ -78,12 +78,14 @@ def reach_of(values):
     return t * deviation / math.sqrt(len(values))
 
 
-def nats_per_percent():
+def nats_per_percent(prefix=""):
     """Return the loss that one per cent more steps gains, or None before the runs are made.
 
-    The gain is assumed to be proportional to the logarithm of the steps.
+    The gain is assumed to be proportional to the logarithm of the steps. prefix: "wide_" for the
+    second rung.
     """
-    pairs = [(loss_of("steps_300", seed), loss_of("base", seed)) for seed in FIRST_SEEDS]
+    runs = f"{prefix}steps_300", f"{prefix}base"
+    pairs = [[loss_of(name, seed) for name in runs] for seed in FIRST_SEEDS]
     gains = [half - full for half, full in pairs if None not in (half, full)]
     return statistics.mean(gains) * math.log(1.01) / math.log(2) if gains else None
 

@@ -1,10 +1,12 @@
 """Train preset `small` with each change and seed, one thread a run, two runs at a time.
 
     python train_pairs.py [--data FOLDER]     # FOLDER holds small/, default: data of the repository
+    python train_pairs.py --wide              # the second rung: some changes, with 256 channels
 
-missing_runs() fixes the runs and their order. All of them use the scripts of commit CODE, edited
-as in CHANGES. Complete logs and weights are in work/; logs/ gets the finished logs, shortened.
-The program can be stopped and started at any time: it keeps finished runs and continues others.
+missing_runs() and missing_wide_runs() fix the runs and their order. All of them use the scripts of
+commit CODE, edited as in CHANGES. Complete logs and weights are in work/; logs/ gets the finished
+logs, shortened. The program can be stopped and started at any time: it keeps finished runs and
+continues others.
 """
 
 import argparse
@@ -101,6 +103,18 @@ ROWS = [name for name in CHANGES if name not in ("base", "steps_300", *ADAMW)] +
 FIRST_SEEDS, MORE_SEEDS = (1, 2, 3, 4, 5), (6, 7, 8)
 SMALL_EFFECT = 0.01  # nats; rows with a smaller effect in five pairs get MORE_SEEDS
 AGAINST = {"full_rotary": "no_offset_keys"}  # rows that are not compared with the base
+# The second rung: changes with large or doubtful effects, in a model with 256 channels
+WIDE_ROWS = ["no_offset_keys", "no_value_tables", "no_ngram_table", "no_qk_norm", "larger_table"]
+WIDE_ROWS += ["tied_head", "no_windows", "gelu"]
+WIDE_SEEDS = (1, 2, 3)
+WIDE = [  # Muon's settings follow from the width as in modern()
+    "--n_embd=256",
+    "--n_head=2",
+    f"--muon_learning_rate={0.03 / 256**0.5}",
+    f"--muon_weight_decay={1.2 * 0.03 * 256**0.5}",
+]
+CHANGES |= {f"wide_{name}": WIDE + CHANGES[name] for name in ("base", "steps_300", *WIDE_ROWS)}
+AGAINST |= {f"wide_{row}": "wide_base" for row in WIDE_ROWS}
 FAILED = {}  # {(change, seed): why it cannot be finished}; these runs are not tried again
 
 
@@ -181,10 +195,17 @@ def missing_runs():
     return list(dict.fromkeys(runs))  # some are in more than one row
 
 
-def next_run(started):
-    """Return the next run that is not in the set `started`, or None."""
+def missing_wide_runs():
+    """Return all runs of the second rung that are missing, in the order of training."""
+    names = [f"wide_{name}" for name in ("base", *WIDE_ROWS, "steps_300")]
+    runs = [(name, seed) for seed in WIDE_SEEDS for name in names]
+    return [run for run in runs if is_missing(*run)]
+
+
+def next_run(missing, started):
+    """Return the first of the runs `missing` that can start and is not in `started`, or None."""
     undecided = {name for row in ROWS if missing_pairs(row, FIRST_SEEDS) for name in names_of(row)}
-    for name, seed in missing_runs():
+    for name, seed in missing:
         # Whether seeds 6 to 8 are needed is known when seeds 1 to 5 are finished
         waits = seed in MORE_SEEDS and name in undecided and name != "base"
         if (name, seed) not in started and not waits:
@@ -253,11 +274,11 @@ def train(name, seed, settings, data):
         print(f"{stem}: {run.val_loss}", flush=True)
 
 
-def train_missing(settings, data, started, lock):
+def train_missing(missing_runs, settings, data, started, lock):
     """Train one run after the other until the other threads have started all that are left."""
     while True:
         with lock:
-            run = next_run(started)
+            run = next_run(missing_runs(), started)
             if run is None:
                 return
             started.add(run)
@@ -267,15 +288,18 @@ def train_missing(settings, data, started, lock):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=ROOT / "data")
-    data = parser.parse_args().data
+    parser.add_argument("--wide", action="store_true", help="train the second rung")
+    options = parser.parse_args()
+    missing = missing_wide_runs if options.wide else missing_runs
     settings = {name: write_script(name) for name in CHANGES}
     started, lock = set(), Lock()
     with ThreadPoolExecutor(2) as pool:
-        workers = [pool.submit(train_missing, settings, data, started, lock) for _ in range(2)]
+        arguments = missing, settings, options.data, started, lock
+        workers = [pool.submit(train_missing, *arguments) for _ in range(2)]
     for worker in workers:
         worker.result()  # raises what the worker raised
-    if missing := missing_runs():
-        sys.exit(f"Not finished: {missing}. Start again, or list them in FAILED.")
+    if left := missing():
+        sys.exit(f"Not finished: {left}. Start again, or list them in FAILED.")
 
 
 if __name__ == "__main__":
