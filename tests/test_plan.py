@@ -55,13 +55,14 @@ KERNELS = {  # launches and GB, forward and backward
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["record7", "modern"])
-def test_the_compiled_steps_have_the_expected_kernels_and_flops(preset, tmp_path):
+@pytest.mark.parametrize("preset, device", [("record7", "H100"), ("modern", "4090")])
+def test_the_compiled_steps_have_the_expected_kernels_and_flops(preset, device, tmp_path):
+    """FlexAttention fits into a 4090's shared memory, 99 KiB for a block; an H100 has 227."""
     settings = [f"--preset={preset}", *SIZES, "--n_layer=4", "--num_iterations=63"]
     script = ["modern"] if preset == "modern" else []
     tokens = np.where(np.random.default_rng(0).integers(150, size=2000), 1, 50256)
     write_shard(tmp_path / "text.bin", tokens)
-    page, _ = plan(*script, *settings, f"--tokens={tmp_path}/text.bin")
+    page, _ = plan(*script, *settings, f"--tokens={tmp_path}/text.bin", f"--device={device}")
     rows = rows_of(page)
     for kind, expected in zip(("forward", "backward"), KERNELS[preset]):
         assert rows[f"element-wise of blocks, {kind}"][:2] == expected
@@ -119,19 +120,6 @@ def test_a_plan_for_three_gpus_adds_up():
     collectives = rf"4 all_reduce, {size / 1e6:.1f} MB in total, in ([\d.]+) ms"
     [network] = re.search(collectives, page).groups()
     assert float(network) == pytest.approx(ms["communication"], abs=0.005)
-
-
-@compiles
-@pytest.mark.slow
-def test_flex_attention_fits_the_shared_memory_of_smaller_gpus():
-    """Compiling fails if no configuration of a kernel fits. Their size depends on the heads.
-
-    A 4090, like an A10G, has 99 KiB for a block, and an H100 227.
-    """
-    settings = ["modern", "--preset=modern_24gb", "--n_layer=4", "--n_head=1", "--n_embd=128"]
-    settings += ["--vocab_size=512", "--document_token=0", "--ngram_rows=512"]
-    page, _ = plan(*settings, "--device=4090")
-    assert "on 1 x 4090, 16 x 1 sequences" in page and "| attention, backward |" in page
 
 
 def test_a_missing_package_is_named_in_one_sentence():
