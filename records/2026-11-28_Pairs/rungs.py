@@ -45,7 +45,7 @@ def main():
     head = ["change", *[f"{width}: {cell}" for width in (128, 256) for cell in cells], "sign kept"]
     print("\n" + markdown(head, table))
     print(f"\n{sum(a * b > 0 for a, b in effects)} of {len(effects)} signs are kept.")
-    if len(effects) > 2:
+    if len(effects) == len(WIDE_ROWS):
         print(f"Spearman's correlation of the effects: {stats.spearmanr(effects).statistic:.2f}.")
     if missing := missing_wide_runs():
         print(f"{len(missing)} runs are missing.")
