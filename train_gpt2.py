@@ -76,7 +76,7 @@ class Hyperparameters:
     """
 
     # Model
-    vocab_size: int = setting(50304, "vocabulary size; default: that of manifest.json, if any")
+    vocab_size: int = setting(50304, "vocabulary size; a manifest.json replaces this default")
     n_layer: int = setting(12, "transformer blocks")
     n_head: int = setting(6, "attention heads; GPT-2 has 12, record 7 has 6")
     n_embd: int = setting(768, "model width")
@@ -93,7 +93,7 @@ class Hyperparameters:
     warmdown_fraction: float = setting(1450 / 5100, "final part, where learning rates decay to 0")
     shuffle: bool = setting(False, "read sequences in random order; False: in file order")
     init: str = setting("", "file with initial weights, such as model.pt")
-    val_tokens: int = setting(10485760, "validation tokens; 0: about 2**18, at most all")
+    val_tokens: int = setting(10485760, "validation tokens; 0: about 2**18, or all if fewer")
 
     # Files and machine. A resumed run may change these; the data must be the same, in any folder.
     train_files: str = changeable("data/fineweb10B/fineweb_train_*.bin", "glob of training shards")
@@ -107,7 +107,7 @@ class Hyperparameters:
     keep_checkpoints: int = changeable(2, "number of recent checkpoints to keep")
     resume: Literal["", "auto"] = changeable("", "auto: continue the run, if it has a checkpoint")
     device: Literal["auto", "cuda", "cpu"] = changeable("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = changeable(64, "largest micro-batch (sequences); lower: less memory")
+    device_batch_size: int = changeable(64, "maximum micro-batch size; lower it to save memory")
     compile: bool = changeable(True, "use torch.compile; False starts sooner but trains slower")
     comm_timeout: int = changeable(600, "timeout of collectives, in seconds")
 
@@ -260,7 +260,7 @@ def loss_or_logits(x, head, targets=None, softcap=0.0):
 
 
 def soft_capped(logits, softcap):
-    """Return the logits in float32; if softcap > 0, as softcap * tanh(logits / softcap)."""
+    """Return the logits in float32, as softcap * tanh(logits / softcap) if softcap > 0."""
     logits = logits.float()
     if softcap:  # written with tanh(z) = 2 sigmoid(2 z) - 1, because Inductor fuses it better
         logits = 2 * softcap * (2 * logits / softcap).sigmoid() - softcap
@@ -342,8 +342,8 @@ class Muon(torch.optim.Optimizer):
 
     Each matrix has a slot in a flat bfloat16 buffer of zeros. Each rank orthogonalizes some of the
     matrices and writes the updates into their slots. An all-reduce then gives all updates to every
-    rank; the sum is exact, because a slot is nonzero on only one rank. One rank rounds its updates
-    to bfloat16, too, so that the result does not depend on the number of ranks.
+    rank; the sum is exact, because a slot is nonzero on only one rank. A single rank also rounds
+    its updates to bfloat16, so that the result does not depend on the number of ranks.
     """
 
     def __init__(self, params, lr, momentum=0.95, rank=0, world_size=1, dtype=torch.bfloat16):
@@ -623,7 +623,7 @@ def train(run):
     args = run.args
     batch = next_batch(run)
     while run.step < args.num_iterations and not run.stopped:
-        # Before a validation, because train_modern.py's schedule also sets the attention window.
+        # This precedes a validation, because train_modern.py's schedule also sets the window.
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         if args.val_loss_every and run.step % args.val_loss_every == 0:
             validate(run)
@@ -901,7 +901,7 @@ def open_data(args, device):
         )
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # whose data must be new
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # steps that need new tokens
     if max_steps < needed_steps:
         fix = "add data or lower --batch_size"
         if not args.allow_repeat:
@@ -1016,7 +1016,7 @@ def compile_model(run):
         loss.backward()
     except BackendCompilerFailed as error:
         cause = " ".join(str(error).split())
-        fix = "pass --compile=False, install g++ and python3-dev, or fix TORCHINDUCTOR_CACHE_DIR"
+        fix = "pass --compile=False, install g++ and python3-dev, or set TORCHINDUCTOR_CACHE_DIR"
         raise UserError(f"the model cannot be compiled ({cause:.200}): {fix}") from None
     run.model.zero_grad()
     loss.item()  # waits for the device
@@ -1344,7 +1344,7 @@ def restore(run):
         state = load_weights(run, path, run.fixed)
         run.step, run.val_loss = state["step"], state["val_loss"]
         with contextlib.suppress(UserError):  # there is no best.pt, or it is damaged
-            # It may be newer than the checkpoint.
+            # Read from best.pt, because it may be newer than the checkpoint.
             run.best_loss = read_pt(run.folder / "best.pt")["val_loss"]
         run.log.seconds["train"] = state["train_seconds"]
         run.finished = path.name == "model.pt"

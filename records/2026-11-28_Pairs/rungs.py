@@ -5,40 +5,28 @@ import sys
 from pathlib import Path
 
 from scipy import stats
-from table import nats_per_percent, reach_of
-from train_pairs import WIDE_ROWS, differences, loss_of, missing_wide_runs
+from table import effect_cells, nats_per_percent
+from train_pairs import WIDE_ROWS, WIDE_SEEDS, differences, loss_of, missing_wide_runs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-from compare import per_cent_of_steps
 from report import markdown
 
 
-def effect_of(row, price):
-    """Return the mean effect in nats and the cells of a row: nats, per cent, interval, pairs."""
-    pairs = list(differences(row).values())
-    if not pairs:
-        return None, ["", "", "", "0"]
-    mean = statistics.mean(pairs)
-    steps = f"{per_cent_of_steps(mean, price):+.1f}%" if price else ""
-    interval = ""
-    if len(pairs) > 1:
-        interval = f"{mean - reach_of(pairs):+.4f} to {mean + reach_of(pairs):+.4f}"
-    return mean, [f"{mean:+.4f}", steps, interval, f"{len(pairs)}"]
-
-
 def main():
-    narrow_price, wide_price = nats_per_percent(), nats_per_percent("wide_")
+    wide_price = nats_per_percent("wide_")
     table, effects = [], []
     for row in WIDE_ROWS:
-        narrow, narrow_cells = effect_of(row, narrow_price)
-        wide, wide_cells = effect_of(f"wide_{row}", wide_price)
-        if wide is not None:
-            effects.append((narrow, wide))
-            kept = "yes" if narrow * wide > 0 else "NO"
-            table.append([row, *narrow_cells, *wide_cells, kept])
-    losses = [loss_of("wide_base", seed) for seed in (1, 2, 3)]
-    shown = ", ".join(f"{loss:.4f}" for loss in losses if loss is not None)
-    print(f"The base with 256 channels, seeds 1 to 3: {shown}.")
+        narrow, wide = ([*differences(name).values()] for name in (row, f"wide_{row}"))
+        if not wide:
+            continue
+        means = statistics.mean(narrow), statistics.mean(wide)
+        effects.append(means)
+        cells = [*effect_cells(narrow, nats_per_percent()), f"{len(narrow)}"]
+        cells += [*effect_cells(wide, wide_price), f"{len(wide)}"]
+        table.append([row, *cells, "yes" if means[0] * means[1] > 0 else "NO"])
+    losses = {seed: loss_of("wide_base", seed) for seed in WIDE_SEEDS}
+    shown = ", ".join(f"{seed}: {loss:.4f}" for seed, loss in losses.items() if loss is not None)
+    print(f"The base with 256 channels, by seed: {shown}.")
     if wide_price:
         print(f"One per cent more steps gains {wide_price:.4f} nats with 256 channels.")
     cells = ["nats", "of the steps", "95% interval", "pairs"]

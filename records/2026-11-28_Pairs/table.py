@@ -78,6 +78,17 @@ def reach_of(values):
     return t * deviation / math.sqrt(len(values))
 
 
+def effect_cells(pairs, price):
+    """Return the mean difference in nats and in per cent of the steps, and its 95% interval."""
+    mean = statistics.mean(pairs)
+    steps = f"{per_cent_of_steps(mean, price):+.1f}%" if price else ""
+    interval = ""
+    if len(pairs) > 1:
+        reach = reach_of(pairs)
+        interval = f"{mean - reach:+.4f} to {mean + reach:+.4f}"
+    return [f"{mean:+.4f}", steps, interval]
+
+
 def nats_per_percent(prefix=""):
     """Return the loss that one per cent more steps gains, or None before the runs are made.
 
@@ -109,14 +120,11 @@ def main():
     table = []
     for row in sorted(tested, key=lambda row: -statistics.mean(tested[row])):
         d = tested[row]
-        mean, deviation = statistics.mean(d), statistics.stdev(d)
-        reach = reach_of(d)
-        steps = f"{per_cent_of_steps(mean, price):+.1f}%" if price else ""
-        interval = f"{mean - reach:+.4f} to {mean + reach:+.4f}"
-        cells = [row, PUBLIC[row][0], f"{mean:+.4f}", steps, f"{deviation:.4f}", interval]
+        nats, steps, interval = effect_cells(d, price)
+        cells = [row, PUBLIC[row][0], nats, steps, f"{statistics.stdev(d):.4f}", interval]
         p = corrected.get(row)
         shown_p = f"{p:.2g}" if row in complete else ""
-        table.append([*cells, f"{len(d)}", shown_p, verdict_of(row, mean, p)])
+        table.append([*cells, f"{len(d)}", shown_p, verdict_of(row, statistics.mean(d), p)])
     missing = missing_runs()
     head = ["change", "public effect, in steps (record)", "nats", "of the steps", "sd of pairs"]
     head += ["95% interval", "pairs", "p (Holm)", "verdict"]

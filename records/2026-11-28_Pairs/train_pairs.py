@@ -274,11 +274,11 @@ def train(name, seed, settings, data):
         print(f"{stem}: {run.val_loss}", flush=True)
 
 
-def train_missing(missing_runs, settings, data, started, lock):
+def train_missing(missing, settings, data, started, lock):
     """Train one run after the other until the other threads have started all that are left."""
     while True:
         with lock:
-            run = next_run(missing_runs(), started)
+            run = next_run(missing(), started)
             if run is None:
                 return
             started.add(run)

@@ -2,8 +2,8 @@
 
     muon = Muon(matrices, lr=0.02, process_group=torch.distributed.group.WORLD)  # with DDP
 
-Needs torch 2.5; FSDP2 was tested only with torch 2.13. SPDX-License-Identifier: MIT.
-Copyright (c) 2026 the authors.
+Tested with torch 2.13. Without FSDP2, it should also work with torch 2.5 or newer.
+Copyright (c) 2026 the authors. SPDX-License-Identifier: MIT.
 """
 
 import math
@@ -94,7 +94,7 @@ class Muon(torch.optim.Optimizer):
     lr, weight_decay, momentum, nesterov, ns_steps: as in torch.optim.Muon. The momentum is a moving
       average: momentum * old + (1 - momentum) * gradient. Weight decay multiplies a parameter by
       1 - lr * weight_decay, without the factor of adjust_lr_fn. ns_steps: number of iterations.
-    eps: added to the norm; in torch.optim.Muon, it is a lower bound of the norm. Must be positive.
+    eps: added to the norm; in torch.optim.Muon, it is a lower bound of the norm. At least 1e-30.
     ns_coefficients: as there, or a list with (a, b, c) for each step; then ns_steps is ignored.
     adjust_lr_fn: a key of LR_FACTORS, by default "original", as there.
     blocks: the number of equal blocks of rows in each matrix, or a list with their numbers of rows.
@@ -349,7 +349,7 @@ def parameter_cost(shapes):
 def check_muon_group(group):
     """Raise ValueError unless Muon can handle the parameters and the options of a group."""
     limits = dict(lr=(0, math.inf), weight_decay=(0, math.inf), momentum=(0, 1), beta2=(0, 1))
-    limits |= dict(eps=(1e-30, math.inf), ns_steps=(1, math.inf))  # 1e-50 would be 0 in float32
+    limits |= dict(eps=(1e-30, math.inf), ns_steps=(1, math.inf))
     for name, (low, high) in limits.items():
         if not low <= group[name] < high:
             raise ValueError(f"{name}={group[name]} must be at least {low} and less than {high}")
