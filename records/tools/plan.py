@@ -36,15 +36,15 @@ with packages():
     from weights import recipe_and_settings, train_gpt2
 
 FLOPS_SHARES = {  # of the peak FLOP/s
-    "product": 0.7,  # large ones reached 0.78 to 0.81 on an H200; others reach less
+    "product": 0.7,
     "attention": 0.31,  # about 300 TFLOP/s on an H100
     "small product": 0.4,  # Newton-Schulz's matrices of 768 rows do not fill a GPU
 }
-STREAM_SHARE = 0.85  # of the memory's bandwidth; copies reached 0.9
+STREAM_SHARE = 0.85  # of the memory's bandwidth
 SCATTER_SHARE = 0.4  # of the memory's bandwidth, for atomic additions
 COMPILED_LAUNCH = 3e-6  # s between two kernels of a graph
 EAGER_LAUNCH = 5e-6  # s to launch an operation from Python
-COLLECTIVE_LAUNCH = 40e-6  # s to start an all-reduce; 45 to 90 us were seen with small tensors
+COLLECTIVE_LAUNCH = 40e-6  # s to start an all-reduce
 SAMPLED = 64  # sequences and steps, to count visible blocks
 
 
