@@ -92,8 +92,8 @@ def effect_cells(pairs, price):
 def nats_per_percent(prefix=""):
     """Return the loss that one per cent more steps gains, or None before the runs are made.
 
-    The gain is assumed to be proportional to the logarithm of the steps. prefix: "wide_" for the
-    second rung.
+    The gain is assumed to be proportional to the logarithm of the steps. prefix: "wide_" for
+    256 channels.
     """
     runs = f"{prefix}steps_300", f"{prefix}base"
     pairs = [[loss_of(name, seed) for name in runs] for seed in FIRST_SEEDS]

@@ -1,7 +1,7 @@
 """Train preset `small` with each change and seed, one thread a run, two runs at a time.
 
     python train_pairs.py [--data FOLDER]     # FOLDER holds small/, default: data of the repository
-    python train_pairs.py --wide              # the second rung: some changes, with 256 channels
+    python train_pairs.py --wide              # some changes, with 256 channels
 
 missing_runs() and missing_wide_runs() fix the runs and their order. All of them use the scripts of
 commit CODE, edited as in CHANGES. Complete logs and weights are in work/; logs/ gets the finished
@@ -103,7 +103,7 @@ ROWS = [name for name in CHANGES if name not in ("base", "steps_300", *ADAMW)] +
 FIRST_SEEDS, MORE_SEEDS = (1, 2, 3, 4, 5), (6, 7, 8)
 SMALL_EFFECT = 0.01  # nats; rows with a smaller effect in five pairs get MORE_SEEDS
 AGAINST = {"full_rotary": "no_offset_keys"}  # rows that are not compared with the base
-# The second rung: changes with large or doubtful effects, the clearest first, with 256 channels
+# With 256 channels: changes with large or doubtful effects, the clearest first
 WIDE_ROWS = ["no_offset_keys", "no_qk_norm", "larger_table", "no_ngram_table", "no_value_tables"]
 WIDE_ROWS += ["no_windows", "gelu", "tied_head"]
 WIDE_SEEDS = (1, 2, 3)
@@ -196,7 +196,7 @@ def missing_runs():
 
 
 def missing_wide_runs():
-    """Return all runs of the second rung that are missing, in the order of training."""
+    """Return all runs with 256 channels that are missing, in the order of training."""
     names = [f"wide_{name}" for name in ("base", *WIDE_ROWS, "steps_300")]
     runs = [(name, seed) for seed in WIDE_SEEDS for name in names]
     return [run for run in runs if is_missing(*run)]
@@ -288,7 +288,7 @@ def train_missing(missing, settings, data, started, lock):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=ROOT / "data")
-    parser.add_argument("--wide", action="store_true", help="train the second rung")
+    parser.add_argument("--wide", action="store_true", help="train with 256 channels")
     options = parser.parse_args()
     missing = missing_wide_runs if options.wide else missing_runs
     settings = {name: write_script(name) for name in CHANGES}
