@@ -13,7 +13,7 @@ from report import markdown
 
 
 def main():
-    wide_price = nats_per_percent("wide_")
+    narrow_price, wide_price = nats_per_percent(), nats_per_percent("wide_")
     table, effects = [], []
     for row in WIDE_ROWS:
         narrow, wide = ([*differences(name).values()] for name in (row, f"wide_{row}"))
@@ -21,7 +21,7 @@ def main():
             continue
         means = statistics.mean(narrow), statistics.mean(wide)
         effects.append(means)
-        cells = [*effect_cells(narrow, nats_per_percent()), f"{len(narrow)}"]
+        cells = [*effect_cells(narrow, narrow_price), f"{len(narrow)}"]
         cells += [*effect_cells(wide, wide_price), f"{len(wide)}"]
         table.append([row, *cells, "yes" if means[0] * means[1] > 0 else "NO"])
     losses = {seed: loss_of("wide_base", seed) for seed in WIDE_SEEDS}
