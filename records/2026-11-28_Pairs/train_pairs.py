@@ -2,11 +2,12 @@
 
     python train_pairs.py [--data FOLDER]     # FOLDER holds small/, default: data of the repository
     python train_pairs.py --wide              # some changes, with 256 channels
+    python train_pairs.py --candidates        # changes that may enter the recipe
 
-missing_runs() and missing_wide_runs() fix the runs and their order. All of them use the scripts of
-commit CODE, edited as in CHANGES. Complete logs and weights are in work/; logs/ gets the finished
-logs, shortened. The program can be stopped and started at any time: it keeps finished runs and
-continues others.
+missing_runs(), missing_wide_runs() and missing_candidates() fix the runs and their order. All runs
+use the scripts of commit CODE, edited as in CHANGES. Complete logs and weights are in work/; logs/
+gets the finished logs, shortened. The program can be stopped and started at any time: it keeps
+finished runs and continues others.
 """
 
 import argparse
@@ -97,9 +98,20 @@ CHANGES = {
     "adamw_0.004": adamw(0.004),
     # For the price of a change in steps
     "steps_300": ["--num_iterations=300"],
+    # Candidates for the recipe that are not in the table
+    "triples": ["--ngram_rows=40960", "--max_ngram=3"],  # compared with larger_table
+    "bfloat16_tables": [  # all other runs have float32 tables
+        (MODERN, "args.n_embd, dtype=dtype)", "args.n_embd, dtype=torch.bfloat16)"),
+        (MODERN, "NgramTable(args, dtype)", "NgramTable(args, torch.bfloat16)"),
+        (MODERN, "self.ngrams(inputs)", "self.ngrams(inputs).to(self.dtype)"),
+        (MODERN, "norm(self.wte(inputs))", "norm(self.wte(inputs).to(self.dtype))"),
+        (MODERN, "self.value_table(tokens)", "self.value_table(tokens).type_as(x)"),
+    ],
 }
 ADAMW = [name for name in CHANGES if name.startswith("adamw_")]
-ROWS = [name for name in CHANGES if name not in ("base", "steps_300", *ADAMW)] + ["adamw"]
+CANDIDATES, CANDIDATE_SEEDS = ["bfloat16_tables", "triples"], (1, 2, 3)
+NO_ROWS = ["base", "steps_300", *ADAMW, *CANDIDATES]
+ROWS = [name for name in CHANGES if name not in NO_ROWS] + ["adamw"]
 FIRST_SEEDS, MORE_SEEDS = (1, 2, 3, 4, 5), (6, 7, 8)
 SMALL_EFFECT = 0.01  # nats; rows with a smaller effect in five pairs get MORE_SEEDS
 AGAINST = {"full_rotary": "no_offset_keys"}  # rows that are not compared with the base
@@ -202,6 +214,11 @@ def missing_wide_runs():
     return [run for run in runs if is_missing(*run)]
 
 
+def missing_candidates():
+    runs = [(name, seed) for name in CANDIDATES for seed in CANDIDATE_SEEDS]
+    return [run for run in runs if is_missing(*run)]
+
+
 def next_run(missing, started):
     """Return the first of the runs `missing` that can start and is not in `started`, or None."""
     undecided = {name for row in ROWS if missing_pairs(row, FIRST_SEEDS) for name in names_of(row)}
@@ -289,8 +306,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=ROOT / "data")
     parser.add_argument("--wide", action="store_true", help="train with 256 channels")
+    parser.add_argument("--candidates", action="store_true", help="train candidates")
     options = parser.parse_args()
-    missing = missing_wide_runs if options.wide else missing_runs
+    missing = missing_runs
+    if options.wide:
+        missing = missing_wide_runs
+    if options.candidates:
+        missing = missing_candidates
     settings = {name: write_script(name) for name in CHANGES}
     started, lock = set(), Lock()
     with ThreadPoolExecutor(2) as pool:
