@@ -1,8 +1,10 @@
 """Train the modern model, and print the validation loss of averages of its last weights.
 
-    python tail_average.py --preset=small --seed=1     # takes all settings but --resume
+    python tail_average.py --preset=small --device=cpu --dtype=float32 --seed=1
 
-The averages do not change the training. Each is compared with the weights of the last step.
+The averages do not change the training. That of the last 0% is the weights of the last step, so its
+loss is that of the run. It takes the settings of train_modern.py for one process on a CPU, but a
+run cannot be resumed, and the number of validation sequences must be a multiple of 8.
 """
 
 import sys
@@ -21,7 +23,7 @@ AVERAGES = dict.fromkeys(PERCENT)  # a list of tensors for each
 
 @torch.no_grad()
 def update_averages(model, step, args):
-    """Include the weights after `step` steps in the averages that begin at or before this step."""
+    """Add the weights after `step` steps to each average whose part of the run has begun."""
     for percent in PERCENT:
         first_step = args.num_iterations - args.num_iterations * percent // 100
         count = step - first_step + 1
@@ -49,7 +51,10 @@ def print_losses(model, args):
 
 
 def apply_schedule(model, optimizers, step, args):
-    """Call that of train_modern.py, and use that it is called after each step."""
+    """Set the schedule, and update the averages.
+
+    train() calls this before each step and after the last, so the model has taken `step` steps.
+    """
     train_modern.apply_schedule(model, optimizers, step, args)
     update_averages(model, step, args)
     if step == args.num_iterations:
