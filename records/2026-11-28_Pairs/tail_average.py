@@ -61,7 +61,9 @@ def apply_schedule(model, optimizers, step, args):
         print_losses(model, args)
 
 
-SOURCES = train_modern.RECIPE.sources | {"tail_average.py": Path(__file__).read_text("utf-8")}
+SOURCES = train_modern.RECIPE.sources | {
+    "tail_average.py": Path(__file__).read_text(encoding="utf-8")
+}
 RECIPE = train_modern.RECIPE._replace(sources=SOURCES, apply_schedule=apply_schedule)
 
 if __name__ == "__main__":
