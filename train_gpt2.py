@@ -72,7 +72,7 @@ class Hyperparameters:
     """All settings of a run. Edit the defaults in the file, or pass --name=value to override them.
 
     To add one, write a line such as `my_setting: float = setting(1.0, "what it does")`. Possible
-    types are bool, int, float, str and Literal.
+    types are bool, int, float, str and Literal of strings.
     """
 
     # Model
@@ -107,7 +107,7 @@ class Hyperparameters:
     keep_checkpoints: int = changeable(2, "number of recent checkpoints to keep")
     resume: Literal["", "auto"] = changeable("", "auto: continue the run, if it has a checkpoint")
     device: Literal["auto", "cuda", "cpu"] = changeable("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = changeable(64, "maximum micro-batch size; lower it to save memory")
+    device_batch_size: int = changeable(64, "most sequences in a micro-batch; lower to save memory")
     compile: bool = changeable(True, "use torch.compile; False starts sooner but trains slower")
     comm_timeout: int = changeable(600, "timeout of collectives, in seconds")
 
@@ -273,7 +273,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     In float32, all logits of 64 x 1024 tokens of GPT-2 would take 13.2 GB, so a large input is
     handled in chunks of tokens. forward() also computes the gradients of a chunk, while it has the
     logits; backward() only multiplies them by grad_loss. The gradient of the logits is softmax
-    minus one-hot. x: (N, C), weight: (V, C), targets: (N,), where -1 is ignored.
+    minus one-hot. x: (N, C), weight: (V, C), targets: (N,), -1 is ignored. No second derivatives.
     """
 
     @staticmethod
@@ -321,8 +321,8 @@ def orthogonalize(G):
     0.7 and 1.2. Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    # Makes all singular values at most 1. In float32, the squares of entries above 1e19 would
-    # overflow. Dividing by a 0-D tensor, although it is float64, keeps the dtype of G.
+    # Makes all singular values at most 1; 1e-7 is for a G of zeros. In float32, the squares of
+    # entries above 1e19 would overflow. Dividing by a 0-D float64 tensor keeps the dtype of G.
     X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible
@@ -623,7 +623,7 @@ def train(run):
     args = run.args
     batch = next_batch(run)
     while run.step < args.num_iterations and not run.stopped:
-        # This precedes a validation, because train_modern.py's schedule also sets the window.
+        # This precedes a validation: train_modern.py's schedule also sets the attention window.
         run.recipe.apply_schedule(run.model, run.optimizers, run.step, args)
         if args.val_loss_every and run.step % args.val_loss_every == 0:
             validate(run)
@@ -827,7 +827,8 @@ def parse_args(argv, recipe=RECIPE):
     )
     names = list(recipe.presets)
     types = get_type_hints(recipe.settings)
-    parser.add_argument("--preset", choices=names, default=names[0], help="settings to start from")
+    preset_help = f"settings to start from (the values below are those of {names[0]})"
+    parser.add_argument("--preset", choices=names, default=names[0], help=preset_help)
     for field in dataclasses.fields(recipe.settings):
         shown_default = recipe.presets[names[0]].get(field.name, field.default)
         parser.add_argument(
@@ -872,9 +873,9 @@ def digest(value):
 
 
 def next_batch(run):
-    """Return this rank's batch of the next step, or None after the last step.
+    """Return this rank's part of the batch for run.step, or None after the last step.
 
-    If rank 0 cannot read it, it saves a checkpoint before it raises, except before the first step.
+    Raises UserError if it cannot be read. Rank 0 first saves a checkpoint, unless run.step is 0.
     """
     if run.step == run.args.num_iterations:
         return None
@@ -1133,7 +1134,7 @@ class StopRequest:
             self.received, self.first_time = True, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal may be closed
-                    os.write(2, b"stopping after this step; press Ctrl-C again to exit at once\n")
+                    os.write(2, b"stopping after a step; press Ctrl-C again to exit at once\n")
         # torchrun repeats a Ctrl-C within a second, and the kernel repeats SIGXCPU every second.
         elif number != signal.SIGXCPU and time.monotonic() - self.first_time > 1:
             signal.signal(number, signal.SIG_DFL)
@@ -1316,19 +1317,22 @@ def claim_folder(run):
         raise UserError(f"{folder} or {run.log.path} was not created by this script: {fix}")
     folder.mkdir(parents=True, exist_ok=True)
     run.lock = open(lock_path, "a")
-    run.log.may_write = True
+    warning = ""
     try:
         fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise UserError(f"another process is using {folder}: stop it first") from None
     except OSError as error:  # some network file systems have no locks
-        run.log(f"warning: {folder} is not locked ({error.strerror}): start only one run there")
+        warning = f"warning: {folder} is not locked ({error.strerror}): start only one run there"
     # Checked only after locking, because another process may have just finished this run.
     if not run.args.resume and any(folder.glob("*.pt")):
         raise UserError(f"{folder} exists: pass another --run_id, or --resume=auto to continue it")
     with open(run.log.path, "ab") as file:
         text = run.log.path.read_bytes()
         file.truncate(text.rfind(b"\n") + 1)  # drop an incomplete last line
+    run.log.may_write = True
+    if warning:
+        run.log(warning)
 
 
 def restore(run):
@@ -1359,7 +1363,7 @@ def restore(run):
             optimizer.load_state_dict(state_dict)
         return f"continuing after step {run.step} from {path}"
     if run.args.init:
-        # Loading the weights would not notice a difference in these two.
+        # These two change what the weights of a GPT mean, but not their shapes.
         expected = {name: run.fixed[name] for name in ("n_head", "encoding")}
         load_weights(run, run.args.init, expected)
     return f"starting from {run.args.init or 'new weights'}"
@@ -1414,7 +1418,8 @@ def describe_failure(error):
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     # On a CPU, PyTorch raises a plain RuntimeError that names its allocator.
     if out_of_memory or "DefaultCPUAllocator" in str(error):
-        return "out of memory: lower --device_batch_size or, if it is 1, --sequence_length"
+        fix = "lower --device_batch_size below the log's micro_batch, or lower --sequence_length"
+        return f"out of memory: {fix}"
     is_lost = isinstance(error, RuntimeError) and re.search("gloo|pair closure", str(error))
     if dist.is_initialized() and is_lost:
         return "lost the connection to another rank; see its message or torchrun's summary"

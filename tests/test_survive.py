@@ -677,11 +677,15 @@ def test_two_processes_never_train_one_run(half):
     assert run_here(half) is not None
 
 
-def test_a_file_system_without_locks_is_only_warned_about(tiny, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_only_warned_about(half, monkeypatch, capsys):
+    """The warning follows an incomplete last line, which must not become `val_loss: 4warning`."""
+    log = Path(half["log_dir"], "half.txt")
+    log.write_text(log.read_text() + "val_loss: 4")
     error = OSError(errno.ENOSYS, "Function not implemented")
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
-    assert run_here(tiny) is not None
+    assert run_here(half) is not None
     assert "is not locked (Function not implemented): start only" in capsys.readouterr().out
+    assert "val_loss: 4w" not in log.read_text()
 
 
 def test_another_number_of_threads_is_a_warning(half, monkeypatch, capsys):
