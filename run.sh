@@ -14,7 +14,7 @@
 
 [ -n "${BASH_VERSION:-}" ] || { echo "run.sh: start it with: bash run.sh" >&2; exit 1; }
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" >/dev/null && pwd)  # with CDPATH, cd prints
 tools=$root/records/tools
 command=${1:-}
 
@@ -63,6 +63,10 @@ is_new "$python" ||
 if [ -n "$(missing "$python")" ]; then
     venv=$root/.venv
     if [ ! -e "$venv" ]; then
+        if [[ $command = --help || $command = -h ]]; then
+            echo "When the packages are installed (bash run.sh does this), --help also lists the settings."
+            exit
+        fi
         "$python" -m venv "$venv"
     fi
     is_new "$venv/bin/python" ||
@@ -125,7 +129,7 @@ if [ "${1:-}" = modern ]; then
 fi
 # Importing torch is slow, so ask it for GPUs only if a GPU driver is present.
 gpus=0
-if [[ " $* " != *" --preset"[=\ ]"cpu "* ]]; then
+if [[ " $* " != *" --preset"[=\ ]"cpu "* && " $* " != *" --device"[=\ ]"cpu "* ]]; then
     gpus=$("$python" -c "
 import glob, sys
 count = 0
@@ -133,7 +137,7 @@ if any(map(glob.glob, ('/dev/nvidia*', '/dev/nvhost*', '/dev/kfd', '/dev/dxg')))
     import torch
     count = torch.cuda.device_count()
     if not count:
-        advice = 'if this machine has one, install a build of torch for it, or a newer driver'
+        advice = 'if this machine has one, check CUDA_VISIBLE_DEVICES, the driver, and that torch is built for it'
         print(f'run.sh: torch {torch.__version__} finds no GPU: {advice}', file=sys.stderr)
 print(count)")
 fi

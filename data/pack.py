@@ -1,16 +1,17 @@
-"""Tokenize text into the shards that train_gpt2.py reads, on all cores.
+"""Tokenize text into the shards that train_gpt2.py reads.
 
     python data/pack.py INPUT... --out DIR [--encoding bytes] [--val_fraction 0.1]
 
 An INPUT is a file, a folder, or - for standard input. Folders are read recursively, except hidden
-files, links to folders and special files such as named pipes. A .jsonl file holds one document per
-line and a .parquet file (which needs pyarrow) one per row, both in the field --text_field. A .bin
-file is a shard of tokens: FineWeb's, or one beside a manifest.json that names its encoding. Any
-other file is one document in UTF-8. Files may end in .gz or .xz.
+files, links to folders, special files such as named pipes, and folders that cannot be read. A
+.jsonl file holds one document per line and a .parquet file (which needs pyarrow) one per row, both
+in the field --text_field. A .bin file is a shard of tokens: FineWeb's, or one beside a
+manifest.json that names its encoding. Any other file is one document in UTF-8. Files may end in .gz
+or .xz.
 
 Documents keep the order of the inputs; the files of a folder are sorted by relative path. Empty
 documents are left out. Each document starts with the end-of-text token. With --split_at TEXT,
-documents are split wherever TEXT occurs; TEXT and the whitespace around it are removed.
+documents are split wherever TEXT occurs; TEXT and the whitespace around each part are removed.
 
 Validation data: with ten documents or fewer, the end of the whole text is held out. With more,
 each document is held out whose hash, divided by 2^64, is below --val_fraction. So copies are on one
@@ -107,10 +108,12 @@ def tokens_of(text, encoding):
 def list_files(inputs, pattern="*", exclude=(), out=None):
     """Return ([(name, path)] of all input files, in order, and the paths that are left out).
 
-    The folder `out` and hidden files are not counted as left out. Raises ValueError if an input
-    does not exist, if a folder has no file to read, if an excluded name matches no file, or if a
-    pattern is given without a folder.
+    The folder `out` and hidden files are not counted as left out. Raises ValueError if an input is
+    empty or does not exist, if a folder has no file to read, if an excluded path has no file, or if
+    a pattern is given without a folder.
     """
+    if "" in inputs:  # Path("") would be the current folder
+        raise ValueError("an INPUT is empty: give a file, a folder or -")
     files, left_out, found_excluded = [], [], set()
     for path in map(Path, inputs):
         if str(path) == "-":
@@ -124,8 +127,9 @@ def list_files(inputs, pattern="*", exclude=(), out=None):
                 if is_hidden or is_output:
                     continue
                 is_broken_link = not file.exists()  # reading it will fail and name it
-                if name in exclude:
-                    found_excluded.add(name)
+                excluded = {name, *map(str, Path(name).parents)} & set(exclude)
+                if excluded:
+                    found_excluded |= excluded
                 elif file.is_file() or is_broken_link:
                     files.append((name, file))
                 elif file.is_dir() and not file.is_symlink():
@@ -142,7 +146,10 @@ def list_files(inputs, pattern="*", exclude=(), out=None):
         else:
             raise ValueError(f"{path} is neither a file nor a folder: give one that exists")
     if missing := sorted(set(exclude) - found_excluded):
-        raise ValueError(f"--exclude {missing}: give relative paths of files that match --pattern")
+        raise ValueError(
+            f"--exclude {missing}: give relative paths of files that match --pattern, or of "
+            "folders with such files"
+        )
     if pattern != "*" and not any(Path(path).is_dir() for path in inputs):
         raise ValueError(f"--pattern={pattern} selects files in folders: give a folder, or omit it")
     return files, left_out
@@ -259,8 +266,11 @@ def read_documents(name, path, text_field="text"):
 def split_texts(documents, split_at):
     """Yield (name, text) of the parts of documents, named by their texts.
 
-    The whitespace around a part is removed. Raises ValueError if split_at occurs in no document.
+    The whitespace around a part is removed. Raises ValueError if split_at is empty or occurs in no
+    document.
     """
+    if not split_at:
+        raise ValueError("--split_at is empty: give a text that separates documents")
     occurs = False
     for _, text in documents:
         occurs = occurs or split_at in text
@@ -282,7 +292,7 @@ def tokenize(documents, encoding):
     """Return the tokens of all documents, a list of (N,) uint16, and hashes, (documents, 2) uint64.
 
     documents: iterator over (name, text). The hashes are those of names and texts. tiktoken
-    releases the GIL, so all cores share the work.
+    releases the GIL, so all cores share its work.
     """
     tokens, hashes, separators = [], [], 0
     with ThreadPoolExecutor() as pool:
@@ -400,6 +410,8 @@ def pack(args):
             f"{args.out} holds shards that pack.py did not write, such as {min(strangers)}: "
             "change --out"
         )
+    if manifest_path.exists() and not shards_of(manifest_path) and not marker.exists():
+        raise ValueError(f"{manifest_path} was not written by pack.py: change --out")
     encoding = get_encoding(args.encoding)
     files, left_out = list_files(args.inputs, args.pattern, args.exclude, args.out)
     if left_out:
@@ -449,6 +461,9 @@ def pack(args):
         for path in list(new.iterdir()):
             path.replace(args.out / path.name)
         marker.rmdir()
+    except OSError as error:
+        fix = "check the disk, or change --out"
+        raise ValueError(f"{args.out} cannot be written ({error}): {fix}") from None
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return manifest
@@ -468,7 +483,10 @@ def parse_args(argv):
     add("--split_at", metavar="TEXT", help=f"split documents here, for example at '{END_OF_TEXT}'")
     add("--pattern", default="*", help="in folders, read only files whose names match")
     add(
-        "--exclude", default=[], nargs="*", help="relative paths to leave out (pass it after INPUT)"
+        "--exclude",
+        default=[],
+        nargs="*",
+        help="relative paths of files or folders to leave out (pass it after INPUT)",
     )
     args = parser.parse_args(argv)
     if not 0 <= args.val_fraction < 1:

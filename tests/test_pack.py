@@ -1,6 +1,7 @@
 """data/pack.py packs text into complete sets of shards."""
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import io
@@ -14,6 +15,7 @@ import sys
 import tarfile
 import threading
 import tracemalloc
+from unittest.mock import Mock
 
 import numpy as np
 import pack
@@ -77,6 +79,7 @@ def test_a_folder_is_packed_in_path_order_and_held_out(by_name, tmp_path, monkey
     texts = {f"d{i % 3}/f{i}.py": f"{i} {text}" for i, text in enumerate(TEXTS[:40])}
     source, out = tmp_path / "[v1]", tmp_path / "[v1]" / "out"
     others = ["version.py", "note.txt", ".hidden.py", ".git/a.py", "d1/.b/c.py", "out/z.py"]
+    others += ["drafts/a.py", "drafts/new/b.py"]
     for name, text in {**texts, **dict.fromkeys(others, "no"), "empty.py": ""}.items():
         path = source / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +87,7 @@ def test_a_folder_is_packed_in_path_order_and_held_out(by_name, tmp_path, monkey
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "linked.py").write_text("no")
     (source / "link").symlink_to(tmp_path / "target")
-    choice = ["--pattern", "*.py", "--exclude", "version.py", "--val_fraction", 0.3]
+    choice = ["--pattern", "*.py", "--exclude", "version.py", "drafts", "--val_fraction", 0.3]
     choice += ["--by_name"] * by_name
     manifest = packed(out, source, *choice)
     expected = {"train": [], "val": []}
@@ -241,6 +244,8 @@ def test_what_is_no_text_is_not_packed_as_text(name, content, reason, tmp_path):
         (("a.txt", "empty"), "no files to read in empty: "),
         (("a.txt", "--pattern", "*.txt"), "--pattern=*.txt selects files in folders"),
         ((".", "--exclude", "a.txt", "b.txt"), "--exclude ['b.txt']: give relative paths"),
+        (("",), "an INPUT is empty: give a file"),
+        (("a.txt", "--split_at", ""), "--split_at is empty: give a text"),
         (("a.txt", "--text_field", "body"), "--text_field is for .jsonl and .parquet files"),
         (("a.txt", "b.jsonl", "--by_name"), "--by_name holds out whole files: omit it"),
         (("a.txt", "--split_at", "x", "--by_name"), "--by_name holds out whole files: omit it"),
@@ -364,6 +369,23 @@ def test_a_pack_that_fails_changes_nothing(tmp_path):
     (out / "manifest.json").unlink()
     assert "holds shards that pack.py did not write" in refusal(out, lines)
     assert all_files(out).items() < before.items()
+
+
+def test_a_manifest_of_another_program_is_kept(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"name": "app"}')
+    lines = write_lines(tmp_path / "a.jsonl", TEXTS)
+    assert "manifest.json was not written by pack.py: change --out" in refusal(tmp_path, lines)
+    assert (tmp_path / "manifest.json").read_text() == '{"name": "app"}'
+
+
+def test_a_full_disk_is_named_and_changes_nothing(tmp_path, monkeypatch):
+    lines, out = write_lines(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    packed(out, lines)
+    before = all_files(out)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(pack, "write_shard", Mock(side_effect=full))
+    assert "out cannot be written ([Errno 28] No space left" in refusal(out, lines)
+    assert all_files(out) == before
 
 
 class Kill(BaseException):

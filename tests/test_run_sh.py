@@ -95,11 +95,12 @@ def test_python_may_be_a_relative_path(clone, tmp_path):
         (8, "1", "--seed=1 --yes", 1, "train_gpt2.py --seed=1"),
         (8, "", "", 8, "train_gpt2.py"),
         (8, "", "modern --yes", 8, "records/modern/train_modern.py"),
+        (8, "", "modern --device=cpu", 1, "records/modern/train_modern.py --device=cpu"),
         (8, "", "--preset=cpu --seed=1", 1, "train_gpt2.py --preset=cpu --preset=cpu --seed=1"),
     ],
 )
 def test_run_sh_starts_a_process_for_each_gpu(gpus, nproc, given, processes, command, clone):
-    """--preset=cpu stays on the CPU. The data are prepared for the same settings."""
+    """On the CPU, there is one process. The data are prepared for the same settings."""
     status, lines, _ = run_sh(clone, *given.split(), gpus=gpus, NPROC=nproc)
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node={processes} "
     prepare, start = commands(lines)
