@@ -843,10 +843,13 @@ def parse_args(argv, recipe=RECIPE):
     settings = recipe.presets[preset] | given
     train_files = settings.get("train_files", recipe.settings.train_files)
     packed_size = read_manifest(train_files).get("vocab_size")
-    # The manifest overrides the default and the preset, but not the command line.
-    if packed_size is not None and "vocab_size" not in given:
+    if packed_size is not None:
         multiple = 128 if packed_size > 1024 else 1  # large vocabularies are padded, for speed
-        settings["vocab_size"] = math.ceil(packed_size / multiple) * multiple
+        padded_size = math.ceil(packed_size / multiple) * multiple
+        # The last token starts a document. Only train_modern.py has a setting for it.
+        packed = dict(vocab_size=padded_size, document_token=packed_size - 1)
+        # The manifest overrides the default and the preset, but not the command line.
+        settings |= {k: v for k, v in packed.items() if k in types and k not in given}
     return recipe.settings(**settings)
 
 

@@ -96,10 +96,13 @@ def test_the_vocabulary_size_comes_from_the_manifest_of_packed_data(
     assert parse_args(argv).vocab_size == expected
 
 
-def test_settings_are_checked_with_the_vocabulary_of_the_data(tmp_path):
+@pytest.mark.parametrize("given, document_token", [([], 50256), (["--document_token=7"], 7)])
+def test_documents_start_with_the_last_token_of_packed_data(given, document_token, tmp_path):
+    """The preset's token is one of another encoding, and would be an ordinary token here."""
     (tmp_path / "manifest.json").write_text('{"vocab_size": 50257}')
-    argv = ["--preset=small", "--document_token=50256", f"--train_files={tmp_path}/train_*.bin"]
-    assert parse_args(argv, train_modern.RECIPE).vocab_size == 50304
+    argv = ["--preset=small", *given, f"--train_files={tmp_path}/train_*.bin"]
+    args = parse_args(argv, train_modern.RECIPE)
+    assert (args.vocab_size, args.document_token) == (50304, document_token)
 
 
 @pytest.mark.parametrize(

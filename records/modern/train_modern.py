@@ -69,7 +69,7 @@ class ModernSettings(Hyperparameters):
         "final attention window of long layers, in tokens, rounded up to blocks of 128; "
         "0: full attention, also across documents",
     )
-    document_token: int = setting(50256, "token that starts a document; bytes: 256")
+    document_token: int = setting(50256, "starts a document; a manifest.json replaces this default")
     ngram_rows: int = setting(5 * 50304, "rows of the hashed n-gram table; 0: no table")
     max_ngram: int = setting(2, "longest n-gram in the table, in tokens")
     embedding_learning_rate: float = setting(0.6, "AdamW learning rate of the embedding tables")
@@ -169,7 +169,7 @@ class ModernAttention(CausalSelfAttention):
             self.value_gate = CastedLinear(GATE_CHANNELS, args.n_head)
 
     def forward(self, x, tokens, mask):
-        """x: (B, T, C). tokens: (B, T). mask: see attend."""
+        """Return (B, T, C), like x. tokens: (B, T) int64. mask: see attend."""
         q = self.rotary(norm(self.split_heads(self.c_q(x))))
         k = self.rotary(norm(self.split_heads(self.c_k(x))))
         v = self.split_heads(self.c_v(x))
@@ -197,8 +197,8 @@ def attend(q, k, v, mask):
 def attention_mask(documents, window_blocks):
     """Return a mask for causal attention within a document and a sliding window.
 
-    documents: (B, T), the document index of each token, non-decreasing. window_blocks: 0-D tensor;
-    a token sees its own block and the window_blocks - 1 blocks before it.
+    documents: (B, T) int64, the index of each token's document, non-decreasing. window_blocks: 0-D
+    int64; a token sees its own block and the window_blocks - 1 blocks before it.
     """
     # On a GPU, use FlexAttention, which skips invisible blocks. It needs complete blocks, and it
     # would store all scores if it were not compiled. Otherwise, use a dense mask, which takes
@@ -328,9 +328,9 @@ class ModernGPT(nn.Module):
         self.init_matrices()
         self.document_token = args.document_token
         self.has_window = args.attention_window > 0
-        # A buffer, so that changing it does not recompile the model. At first, it holds the final
-        # window, for inference, also with weights from the middle of a run, when it was smaller.
-        # apply_schedule sets it before each step and each validation.
+        # A buffer, so that changing it does not recompile the model. apply_schedule sets it before
+        # each step and each validation. Inference has the final window, even with weights from the
+        # middle of a run, where the window was smaller.
         window_blocks = torch.tensor(window_blocks_at(args.num_iterations, args))
         self.register_buffer("window_blocks", window_blocks, persistent=False)
 
