@@ -107,7 +107,9 @@ class Hyperparameters:
     keep_checkpoints: int = changeable(2, "number of recent checkpoints to keep")
     resume: Literal["", "auto"] = changeable("", "auto: continue the run, if it has a checkpoint")
     device: Literal["auto", "cuda", "cpu"] = changeable("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = changeable(64, "most sequences in a micro-batch; lower to save memory")
+    device_batch_size: int = changeable(
+        64, "largest micro-batch in sequences; lower to save memory"
+    )
     compile: bool = changeable(True, "use torch.compile; False starts sooner but trains slower")
     comm_timeout: int = changeable(600, "timeout of collectives, in seconds")
 
@@ -321,8 +323,8 @@ def orthogonalize(G):
     0.7 and 1.2. Source: https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    # Makes all singular values at most 1; 1e-7 is for a G of zeros. In float32, the squares of
-    # entries above 1e19 would overflow. Dividing by a 0-D float64 tensor keeps the dtype of G.
+    # Makes all singular values at most 1; 1e-7 avoids 0 / 0. In float32, the squares of entries
+    # above 1e19 would overflow. Dividing by a 0-D float64 tensor keeps the dtype of G.
     X = G / (G.norm(dtype=torch.float64) + 1e-7)
     is_tall = X.size(0) > X.size(1)
     X = X.T if is_tall else X  # so that R is as small as possible

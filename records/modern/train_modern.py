@@ -69,7 +69,7 @@ class ModernSettings(Hyperparameters):
         "final attention window of long layers, in tokens, rounded up to blocks of 128; "
         "0: full attention, also across documents",
     )
-    document_token: int = setting(50256, "starts a document; a manifest.json replaces this default")
+    document_token: int = setting(50256, "token that starts a document; manifest.json replaces it")
     ngram_rows: int = setting(5 * 50304, "rows of the hashed n-gram table; 0: no table")
     max_ngram: int = setting(2, "longest n-gram in the table, in tokens")
     embedding_learning_rate: float = setting(0.6, "AdamW learning rate of the embedding tables")
