@@ -107,9 +107,7 @@ class Hyperparameters:
     keep_checkpoints: int = changeable(2, "number of recent checkpoints to keep")
     resume: Literal["", "auto"] = changeable("", "auto: continue the run, if it has a checkpoint")
     device: Literal["auto", "cuda", "cpu"] = changeable("auto", "auto: cuda if there is a GPU")
-    device_batch_size: int = changeable(
-        64, "largest micro-batch in sequences; lower to save memory"
-    )
+    device_batch_size: int = changeable(64, "largest micro-batch (sequences); lower to save memory")
     compile: bool = changeable(True, "use torch.compile; False starts sooner but trains slower")
     comm_timeout: int = changeable(600, "timeout of collectives, in seconds")
 
