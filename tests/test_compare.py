@@ -85,6 +85,9 @@ TARGET, AGAINST = "--target=1.5", "--n=3 --against {}/b*"
         ({"stopped_at": 30}, {}, TARGET, "unfinished at step 30 of 40"),
         ({"loss": float("nan")}, {}, TARGET, "a_seed3.txt diverged by step 40"),
         ({"batch_size": 8}, {}, TARGET, "in: batch_size 8 against 4"),
+        ({"train_data": "cc"}, {}, TARGET, "these runs differ in training data"),
+        ({}, {}, "--target=nan", "--target must be a finite number"),
+        ({}, {}, "--target=1.5 --nats_per_percent=1", "--nats_per_percent needs --against"),
         ({"source": "another"}, {}, TARGET, "in: source of the script"),
         ({"torch": "2.5.1"}, {}, TARGET, "in: torch 2.5.1 against 2.13.0"),
         ({"processes": 2}, {}, TARGET, "these runs differ in number of processes"),
@@ -114,6 +117,12 @@ def test_incomparable_runs_are_rejected(third, other, arguments, sentence, tmp_p
         compare.main([f"{tmp_path}/a*", *arguments.format(tmp_path).split()])
 
 
+def test_the_same_data_may_be_in_another_folder(tmp_path):
+    write_log(tmp_path / "a_seed1.txt", 1.2, train_files="data/*.bin")
+    write_log(tmp_path / "a_seed2.txt", 1.3, seed=2, train_files="elsewhere/*.bin")
+    assert compare.main([f"{tmp_path}/a*", "--target=1.5"]) == 0
+
+
 # ---- repeat.py ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("word", ["", "modern"])
 def test_a_series_of_seeds_is_trained_and_extended(word, tiny, monkeypatch, capsys):
@@ -138,6 +147,9 @@ def test_a_series_of_seeds_is_trained_and_extended(word, tiny, monkeypatch, caps
     assert f"t={t:.2f} p={p:.2g}; the mean's 95% interval" in printed
     with pytest.raises(ValueError, match=r"n_layer=2 \(here 1\)"):
         repeat.main(["3", *settings, "--n_layer=1"])
+    with pytest.raises(ValueError, match=r"mine_seed1.txt has target_val_loss=4.0 \(here 5.0\)"):
+        repeat.main(["4", *settings, "--target_val_loss=5"])
+    assert not Path(tiny["log_dir"], "mine_seed4.txt").exists()
     logs[1].write_text(logs[1].read_text().replace("Train GPT-2", "Train", 1))
     with pytest.raises(ValueError, match="is of another version"):
         repeat.main(["3", *settings])

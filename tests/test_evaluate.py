@@ -142,7 +142,7 @@ def test_a_text_is_read_as_pack_reads_it(tmp_path, capsys):
     "name, error, sentence",
     [
         ("empty.txt", ValueError, "empty.txt has too few tokens"),
-        ("none.txt", FileNotFoundError, "none.txt"),
+        ("none.txt", ValueError, "none.txt is no file"),
         ("large.bin", UserError, "large.bin holds token 300"),
     ],
 )

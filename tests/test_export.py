@@ -237,6 +237,48 @@ def test_the_command_exports_an_edited_model_into_the_current_folder(tmp_path):
     assert close(logits, gpt(tokens)) and not close(logits, unedited(tokens))
 
 
+IDEA = """
+import sys
+{imports}
+sys.path.insert(
+    0, "here"
+)
+def double(inputs):
+    import train_gpt2
+    return 2 * inputs
+class Mine(base.GPT):
+    def forward(self, inputs, targets=None):
+        return double(super().forward(inputs, targets))
+SOURCES = base.RECIPE.sources | dict([("my_idea.py", open(__file__).read())])
+RECIPE = base.RECIPE._replace(script="my_idea.py", sources=SOURCES, build_model=Mine)
+"""
+
+
+@pytest.mark.parametrize(
+    "imports", ["import train_gpt2 as base", "import helper, train_gpt2 as base"]
+)
+def test_a_script_of_ones_own_is_exported_with_all_that_it_needs(imports, tmp_path, monkeypatch):
+    """A module that is not in `sources` would be missing elsewhere, so the export is refused."""
+    for module in export, weights:
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    for name in "my_idea", "helper":
+        monkeypatch.setitem(sys.modules, name, None)  # is removed after the test
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "helper.py").touch()
+    (tmp_path / "my_idea.py").write_text(IDEA.format(imports=imports))
+    state = small_state() | {"script": "my_idea.py"}
+    path = write_weights(tmp_path / "model.pt", state)
+    if "helper" in imports:
+        with pytest.raises(ValueError, match=r"my_idea\.py imports helper, which the export lacks"):
+            export.export(path, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    else:
+        _, gpt, model = exported(path, tmp_path / "out")
+        tokens = random_tokens(2, 4)
+        assert close(model(tokens).logits, gpt(tokens))
+
+
 def test_the_card_says_how_the_model_was_trained_and_its_example_runs(
     plain, plain_run, tmp_path, monkeypatch, capsys
 ):

@@ -184,6 +184,10 @@ def test_a_line_of_the_source_may_begin_like_a_setting(tmp_path):
     assert run.source == source and run.settings == HEADER
 
 
+def test_a_setting_may_be_infinite(tmp_path):
+    assert runlog.read(write_log(tmp_path / "a.txt", clip=math.inf)).settings["clip"] == math.inf
+
+
 @pytest.mark.parametrize("text", ["", "soak: 30 cycles", "hyperparameter a=1\n"])
 def test_other_files_are_not_read_as_logs(text, tmp_path):
     (tmp_path / "a.txt").write_text(text)
@@ -210,6 +214,14 @@ def test_a_group_counts_each_run_once(tmp_path, capsys):
         report.collect([str(tmp_path / "Z")])
     equals = write_log(tmp_path / "lr=0.1_seed1.txt")
     assert list(report.collect([str(equals)])) == ["lr=0.1"]
+    brackets = write_log(tmp_path / "X [1]" / "lr=1" / "b.txt")
+    assert list(report.collect([str(brackets)])) == ["b"]
+
+
+def test_a_log_in_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    write_log(tmp_path / "mine" / "seed1.txt")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert list(report.collect(["seed1.txt"])) == ["mine"]
 
 
 @pytest.mark.parametrize(
@@ -328,6 +340,12 @@ def test_the_first_run_says_which_loss_to_expect():
     ):
         other = dataclasses.replace(runs[0], **change)
         assert first_run.expectation(other).startswith("no recorded run has these settings")
+
+
+def test_the_first_run_has_no_options(monkeypatch):
+    monkeypatch.setattr(first_run, "run_child", lambda command: pytest.fail("it was started"))
+    with pytest.raises(SystemExit):
+        first_run.main(["--num_iterations=5"])
 
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("records/**/*.md"))]

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import sample
@@ -78,6 +79,15 @@ def test_without_a_known_encoding_no_text_is_printed(tmp_path, capsys):
     assert run(capsys, path, "Hello", "--encoding=bytes", "--tokens=0") == "Hello\n"
 
 
+@pytest.mark.parametrize("content", ["[]", '{"enc'])
+def test_a_damaged_manifest_is_one_sentence(content, tmp_path):
+    path = write_run_on_own_tokens(tmp_path)
+    _, args, state = weights.load(path)
+    Path(args.train_files).with_name("manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        weights.encoding_of(state, args)
+
+
 def test_a_prompt_may_come_from_standard_input(plain_run, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("for i"))
     assert run(capsys, plain_run, "-", "--tokens=0") == "for i\n"
@@ -142,8 +152,11 @@ def test_the_script_that_wrote_the_weights_defines_the_model(tmp_path, monkeypat
     assert torch.equal(mine(tokens), 2 * plain(tokens))
     for script, sentence in (
         ("sys.py", "sys.py defines no RECIPE, or another module has its name"),
-        *((name, f"there is no script {name} in {tmp_path}") for name in ("no.py", "a/../sys.py")),
-        (str(tmp_path / "my_idea.py"), f"there is no script {tmp_path}/my_idea.py"),
+        *(
+            (name, f"{name} is neither `modern` nor")
+            for name in ("no.py", "mine.pt", "a/../sys.py")
+        ),
+        (str(tmp_path / "my_idea.py"), f"{tmp_path}/my_idea.py is neither `modern` nor"),
     ):
         with pytest.raises(UserError, match=re.escape(sentence)):
             weights.load(write_weights(path, {**state, "script": script}))
@@ -153,7 +166,7 @@ def test_a_tool_takes_the_script_that_comes_before_its_settings():
     settings = ["--n_layer=3"]
     for first, recipe in ((), train_gpt2.RECIPE), (("modern",), train_modern.RECIPE):
         assert weights.recipe_and_settings([*first, *settings]) == (recipe, settings)
-    with pytest.raises(UserError, match="there is no script moderne in"):
+    with pytest.raises(UserError, match="moderne is neither `modern` nor"):
         weights.recipe_and_settings(["moderne"])
 
 

@@ -127,7 +127,7 @@ def check_spread(name, values):
 
 # ---- Tests --------------------------------------------------------------------------------------
 def losses_table(groups):
-    """Return a row per pair (name, losses)."""
+    """Return a row per group (name, losses)."""
     rows = []
     for name, x in groups:
         each = " ".join(f"{loss:.4f}" for loss in x)
@@ -233,6 +233,9 @@ def main(argv):
     options = parser.parse_args(argv)
     if options.nats_per_percent is not None:
         require(options.nats_per_percent > 0, "--nats_per_percent must be more than 0")
+        require(options.against, "--nats_per_percent needs --against")
+    if options.target is not None:
+        require(np.isfinite(options.target), "--target must be a finite number")
     sides = [side(options.logs)]
     if options.against:
         sides.append(side(options.against))

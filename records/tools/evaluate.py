@@ -15,7 +15,6 @@ end-of-text token counts as zero bytes.
 """
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +48,7 @@ def total_nats(gpt, tokens, T):
 
 def read_shards(pattern, args, encoding, count=None):
     """Return the first `count` tokens (default: all) of the shards matching a glob, (N,) int64."""
-    folder, name = os.path.split(pattern)
-    found = train_gpt2.read_manifest(pattern).get("encoding")
-    found = found or pack.encoding_beside(Path(folder), name)
+    found = weights.known_encoding(pattern)
     if found and encoding is None:
         raise ValueError(
             f"{pattern!r} has the encoding {found}, and that of the model is unknown: pass "
@@ -72,6 +69,7 @@ def read_text(name, args, encoding, text_field):
 
     encoding: None if it is unknown, which is an error for a text.
     """
+    require(Path(name).is_file(), f"{name} is no file: give a text file or a shard of tokens")
     if np.fromfile(name, "<i4", 1).tolist() == [pack.SHARD_MAGIC]:
         return read_shards(name, args, encoding)
     require(encoding, weights.UNKNOWN_ENCODING)

@@ -9,6 +9,7 @@ must be those of the weights, and its token ids those of the encoding.
 To publish DIR, run `hf auth login` and `hf upload USER/NAME DIR`.
 """
 
+import ast
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
-from runlog import command, packages, require
+from runlog import ROOT, command, packages, require
 
 with packages():
     import torch
@@ -69,17 +70,20 @@ def settings_of(args):
 def as_module(text, modules):
     """Return the text of a script as a module of a package with these modules.
 
-    Imports between them become relative, and lines that extend sys.path are left out.
+    Imports between them become relative, and statements that extend sys.path are left out.
     """
+    statements = [ast.get_source_segment(text, node) for node in ast.parse(text).body]
+    for statement in statements:
+        if statement.startswith("sys.path"):
+            text = text.replace(statement, "")
     lines = []
     for line in text.splitlines():
-        for name in modules:
-            if line == f"import {name}":
-                line = f"from . import {name}"
-            elif line.startswith(f"from {name} import "):
-                line = line.replace(f"from {name} ", f"from .{name} ", 1)
-        if not line.startswith("sys.path"):
-            lines.append(line)
+        words = line.split()
+        if len(words) > 1 and words[0] == "import" and words[1] in modules:
+            line = line.replace("import ", "from . import ", 1)
+        if len(words) > 2 and words[0] == "from" and words[1] in modules and words[2] == "import":
+            line = line.replace("from ", "from .", 1)
+        lines.append(line)
     return "\n".join(lines) + "\n"
 
 
@@ -92,6 +96,13 @@ def write_code(folder, recipe):
     modules = [Path(file).stem for file in recipe.sources]
     for file, text in recipe.sources.items():
         (folder / file).write_text(as_module(text, modules), encoding="utf-8")
+        for name in transformers.dynamic_module_utils.get_imports(folder / file):
+            places = [ROOT, ROOT / "data", (ROOT / recipe.script).parent]
+            require(
+                not any((place / f"{name}.py").exists() for place in places),
+                f"{file} imports {name}, which the export lacks: add it to the `sources` of its "
+                "Recipe, and import it in a statement of its own",
+            )
     adapter = Path(__file__).with_name(f"{MODELING}.py").read_text(encoding="utf-8")
     # transformers copies only modules that this one imports.
     imports = [f"from .{name} import __file__ as _" for name in modules]

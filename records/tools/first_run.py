@@ -5,7 +5,7 @@ import sys
 import time
 
 import numpy as np
-from runlog import MAY_VARY, ROOT, command, read, run_child
+from runlog import MAY_VARY, ROOT, argument_parser, command, read, run_child
 
 RECORDED = "records/2026-11-28_First_run/cpu_seed*.txt"
 NEXT = """
@@ -50,9 +50,12 @@ def experiment(run):
 
 
 def main(argv):
+    argument_parser(__doc__).parse_args(argv)  # it has no options
     run_id = time.strftime("cpu-%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     script = ROOT / "train_gpt2.py"
-    status = run_child([sys.executable, script, "--preset=cpu", f"--run_id={run_id}"])
+    status = run_child(
+        [sys.executable, script, "--preset=cpu", "--log_dir=logs", f"--run_id={run_id}"]
+    )
     run = read(f"logs/{run_id}.txt") if status == 0 else None
     if run is None or not run.finished:  # it has said why
         return status

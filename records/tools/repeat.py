@@ -5,7 +5,7 @@
 
 If target_val_loss is set, it prints p of a one-sided t-test that the mean is below the target. The
 environment variable NPROC sets the number of processes. Called again, it keeps finished runs and
-continues unfinished ones. It rejects runs with other settings or sources.
+continues unfinished ones. It first rejects runs with other settings or sources.
 """
 
 import os
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from compare import against_target, check, interval_of_mean, losses_table
-from runlog import ROOT, argument_parser, command, read, require, run_child
+from runlog import MAY_VARY, ROOT, argument_parser, command, read, require, run_child
 from weights import recipe_and_settings, train_gpt2
 
 
@@ -24,20 +24,29 @@ def check_version(run, recipe):
     require(same, f"{run.path} is of another version of {recipe.script}: pass another --run_id")
 
 
+def check_settings(run, args):
+    """Raise ValueError if a setting differs that a resumed run may change, but not a series."""
+    for name in sorted(train_gpt2.MAY_CHANGE - MAY_VARY):
+        logged, given = run.settings.get(name), getattr(args, name)
+        require(
+            logged == given,
+            f"{run.path} has {name}={logged} (here {given}): pass the same value, or another "
+            "--run_id",
+        )
+
+
 def train(log, recipe, arguments):
     """Train the run with this log to the end, unless it is finished; return the Run."""
-    processes = int(os.environ.get("NPROC", "1"))
+    processes = os.environ.get("NPROC", "1")
     launcher = []
-    if processes > 1:
+    if processes != "1":
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    if train_gpt2.checkpoints_in(log.with_suffix("")):  # check before an unfinished run goes on
-        check_version(read(log), recipe)
-    options = [f"--log_dir={log.parent}", f"--run_id={log.stem}", "--resume=auto"]
     script = ROOT / recipe.script
-    status = run_child([sys.executable, *launcher, script, *arguments, *options])
+    status = run_child([sys.executable, *launcher, script, *arguments, "--resume=auto"])
     require(
         status == 0,
-        f"{log.stem} ended with exit status {status}; the same command continues the series",
+        f"{log.stem} ended with exit status {status}. When the cause, above, is mended, the same "
+        "command continues the series",
     )
     run = read(log)
     require(run.finished, f"{log.stem} was stopped: the same command continues the series")
@@ -55,10 +64,17 @@ def main(argv):
     require(options.seeds > 1, f"{options.seeds} run has no standard deviation: train at least 2")
     chosen = [argument for argument in settings if re.match("--(seed|resume)\\b", argument)]
     require(not chosen, f"repeat chooses seed and resume itself: leave out {' '.join(chosen)}")
+    args = train_gpt2.parse_args(settings, recipe)  # ends with a sentence if it is wrong
+    names = {seed: f"{options.run_id}_seed{seed}" for seed in range(1, options.seeds + 1)}
+    for name in names.values():
+        if any((options.log_dir / name).glob("*.pt")):  # it has been trained, at least in part
+            run = read(options.log_dir / f"{name}.txt")
+            check_version(run, recipe)
+            check_settings(run, args)
     runs = []
-    for seed in range(1, options.seeds + 1):
-        log = options.log_dir / f"{options.run_id}_seed{seed}.txt"
-        runs.append(train(log, recipe, [*settings, f"--seed={seed}"]))
+    for seed, name in names.items():
+        chosen = [f"--log_dir={options.log_dir}", f"--run_id={name}", f"--seed={seed}"]
+        runs.append(train(options.log_dir / f"{name}.txt", recipe, [*settings, *chosen]))
     target = runs[0].settings["target_val_loss"] or None  # 0 means none
     check([(options.run_id, runs)], target, options.seeds)
     losses = [run.val_loss for run in runs]

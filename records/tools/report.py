@@ -68,8 +68,9 @@ def collect(arguments):
         name, _, pattern = argument.partition("=")
         if not pattern or "/" in name:  # a path may contain "="
             name, pattern = "", argument
+        paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))
         runs = []
-        for path in map(Path, sorted(glob.glob(pattern))):
+        for path in map(Path, paths):
             runs += logs_in(path) if path.is_dir() else [read(path)]
         require(runs, f"no log at {pattern!r}: name a log, a folder or a glob of logs")
         for run in runs:

@@ -1,4 +1,4 @@
-"""Shared by the tools: command lines, and a parser for logs of all versions of the scripts."""
+"""Shared by the tools: command lines, and a parser for the logs of the scripts."""
 
 import argparse
 import ast
@@ -25,10 +25,11 @@ PARAMETERS = re.compile(r"^training .* (?P<parameters>[\d,]+) parameters$")
 SUMMARY = re.compile(r"^(\w+): (.*)$")  # a line after the last step
 
 # What makes runs comparable: the rules of all tools.
-# Repetitions of an experiment may differ in these settings.
+# Repetitions of an experiment may differ in these settings. The data must be the same, in any
+# folder: COMPARABLE compares their checksums.
 MAY_VARY = {
-    "run_id", "log_dir", "resume", "seed", "device_batch_size", "save_every", "keep_checkpoints",
-    "comm_timeout",
+    "run_id", "log_dir", "resume", "seed", "device", "device_batch_size", "save_every",
+    "keep_checkpoints", "comm_timeout", "train_files", "val_files", "allow_repeat",
 }  # fmt: skip
 LOSS_DEPENDS_ON = {  # losses are only averaged if these are equal
     "validation data": lambda run: run.facts.get("val_data"),
@@ -132,7 +133,7 @@ class Run:
     @property
     def label(self):
         """The group of a run: the file's name without the seed, else the folder's name."""
-        return re.sub(r"_?seed\d+$", "", self.path.stem) or self.path.parent.name
+        return re.sub(r"_?seed\d+$", "", self.path.stem) or self.path.resolve().parent.name
 
 
 @dataclass
@@ -158,7 +159,8 @@ def read_start(text):
     for line in text[first:].splitlines():
         if line.startswith("hyperparameter "):
             name, _, value = line.removeprefix("hyperparameter ").partition("=")
-            start.settings[name] = ast.literal_eval(value)
+            is_float = value in ("inf", "-inf", "nan")
+            start.settings[name] = float(value) if is_float else ast.literal_eval(value)
         elif point := POINT.match(line):
             start.points.append(point)
         elif size := PARAMETERS.match(line):
@@ -229,10 +231,10 @@ def read(path):
         for start in starts:
             for point in start.points:
                 add_point(run, point)
-    except Exception:  # a damaged log can raise almost any type
+    except Exception as error:  # a damaged log can raise almost any type
         raise ValueError(
-            f"{path} is not the log of a training run: it must hold the script's source and its "
-            f"hyperparameters"
+            f"{path} is not the log of a training run, or an old version wrote it: a log holds the "
+            f"script's source and its hyperparameters ({error!r:.100})"
         ) from None
     require(len(seeds) == 1, f"{path} holds runs with the seeds {seeds}: a log has one run")
     return run

@@ -65,6 +65,7 @@ def main(argv):
     options = parser.parse_args(argv)
     require(0 <= options.temperature < math.inf, "--temperature must be 0 or more")
     require(options.top_k >= 0, "--top_k must be 0 or more")
+    require(options.tokens >= 0, "--tokens must be 0 or more")
     if options.prompt == "-":
         options.prompt = sys.stdin.read()
     path = weights.find(options.weights)

@@ -27,8 +27,8 @@ def recipe_of(script):
     """
     path, name = ROOT / script, Path(script).stem
     is_inside = not Path(script).is_absolute() and ".." not in Path(script).parts
-    if not (is_inside and path.is_file()):
-        raise UserError(f"there is no script {script} in {ROOT}: put it there")
+    if not (is_inside and path.is_file() and path.suffix == ".py"):
+        raise UserError(f"{script} is neither `modern` nor the path of a script (.py) in {ROOT}")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -107,14 +107,20 @@ UNKNOWN_ENCODING = (
 )
 
 
+def known_encoding(pattern):
+    """Return the name of the encoding of the shards matching a glob, or None if it is unknown."""
+    train_gpt2.read_manifest(pattern)  # raises UserError if it is damaged
+    folder, files = os.path.split(pattern)
+    return pack.encoding_beside(Path(folder), files)
+
+
 def encoding_of(state, args, name=""):
     """Return the encoding `name`, by default that of a run's data; None if it is unknown.
 
     state, args: the content and the settings of a file of weights. Raises ValueError if the
     encoding does not exist, is unavailable or has too many ids for the model.
     """
-    folder, files = os.path.split(args.train_files)
-    name = name or state["fixed"]["encoding"] or pack.encoding_beside(Path(folder), files)
+    name = name or state["fixed"]["encoding"] or known_encoding(args.train_files)
     if name is None:
         return None
     encoding = pack.get_encoding(name)
