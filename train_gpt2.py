@@ -222,8 +222,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 as in record 7, with tied embedding and output head.
 
-    Weights are float32; activations and matmuls use the given dtype. Modules have GPT-2's
-    names, but its c_attn is split into c_q, c_k and c_v.
+    Weights are float32; activations and matmuls use the given dtype. Modules have GPT-2's names,
+    but its c_attn is split into c_q, c_k and c_v. OpenAI's weights do not fit: there are no biases,
+    no gains of norms and no learned positions.
     """
 
     def __init__(self, args, dtype=torch.float32):
@@ -232,7 +233,8 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(args.vocab_size, args.n_embd)
         self.h = nn.ModuleList(Block(args) for _ in range(args.n_layer))
         self.lm_head = CastedLinear(args.n_embd, args.vocab_size)
-        self.wte.weight = self.lm_head.weight  # tied, with nn.Linear's initialization
+        # Tied, with nn.Linear's initialization. That of nn.Embedding would be 50 times as large.
+        self.wte.weight = self.lm_head.weight
 
     def forward(self, inputs, targets=None):
         """Return the mean cross-entropy in nats, or the logits (B, T, V) if targets is None.
@@ -273,7 +275,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     In float32, all logits of 64 x 1024 tokens of GPT-2 would take 13.2 GB, so a large input is
     handled in chunks of tokens. forward() also computes the gradients of a chunk, while it has the
     logits; backward() only multiplies them by grad_loss. The gradient of the logits is softmax
-    minus one-hot. x: (N, C), weight: (V, C), targets: (N,), -1 is ignored. No second derivatives.
+    minus one-hot; autograd does not see it, so a new term of the loss needs its gradient here, too.
+    x: (N, C), weight: (V, C), targets: (N,), -1 is ignored. No second derivatives.
     """
 
     @staticmethod
@@ -406,7 +409,8 @@ class TokenStream:
 
     The files stay open, so replacing one does not affect the run. Raises UserError if no file
     matches, if a file is not a complete shard or, in read(), if a token is not in the vocabulary.
-    Another class with read(), checksums() and total_tokens can take its place in open_data().
+    Another class with read(), checksums() and total_tokens can take its place in open_data(), which
+    compares the checksums with those of the validation data.
     """
 
     def __init__(self, pattern, vocab_size):
@@ -531,7 +535,10 @@ def build_optimizers(model, args):
 
 
 def apply_schedule(model, optimizers, step, args):
-    """Set the learning rates: constant, then a linear decay to 0. model is unused here."""
+    """Set the learning rates: constant, then a linear decay to 0. model is unused here.
+
+    step: 0 for the first step. train_modern.py has a schedule of its own.
+    """
     warmdown_steps = round(args.warmdown_fraction * args.num_iterations)
     scale = min(1.0, (args.num_iterations - step) / max(1, warmdown_steps))
     for optimizer in optimizers:
@@ -549,13 +556,14 @@ def train_step(run, inputs, targets):
     seed_step(run)  # for models with dropout; this one has no randomness
     loss = 0.0
     for x, y in zip(inputs.split(run.micro_batch_size), targets.split(run.micro_batch_size)):
-        # Scaled so that the sum over micro-batches and ranks is the mean over the global batch, if
-        # no targets are ignored.
+        # Scaled so that the sum over micro-batches and ranks is the mean over the global batch (of
+        # batch_size sequences, without ignored targets).
         micro_loss = run.model(x, y) * (len(x) / run.args.batch_size)
         micro_loss.backward()
         loss += micro_loss.detach()
     sum_gradients(run.model)
-    # This is the place to clip the gradients or to compute their norm.
+    # The place to clip the gradients or to compute their norm. The log counts steps from 1, and
+    # run.step still counts from 0.
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -587,7 +595,7 @@ def sum_gradients(model):
 def evaluate(run):
     """Collective: return the mean loss on the validation tokens, the same on all ranks."""
     run.model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=run.device)
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # summed losses, sequences
     inputs, targets = inputs_and_targets(run.validation, run.device)
     micro_batch_size = run.micro_batch_size
     for x, y in zip(inputs.split(micro_batch_size), targets.split(micro_batch_size)):
@@ -595,11 +603,12 @@ def evaluate(run):
         # Pad the last micro-batch with ignored rows: another shape would need another compilation.
         padding = (0, 0, 0, micro_batch_size - count)
         x, y = F.pad(x, padding), F.pad(y, padding, value=-1)
-        total += run.model(x, y).double() * count
+        total[0] += run.model(x, y).double() * count
+        total[1] += count
     run.model.train()
     if get_world_size() > 1:
         dist.all_reduce(total)
-    return total.item() / (run.args.val_tokens // run.args.sequence_length)  # mean over sequences
+    return (total[0] / total[1]).item()
 
 
 def validate(run):
@@ -846,7 +855,7 @@ def parse_args(argv, recipe=RECIPE):
     if packed_size is not None:
         multiple = 128 if packed_size > 1024 else 1  # large vocabularies are padded, for speed
         padded_size = math.ceil(packed_size / multiple) * multiple
-        # The last token starts a document. Only train_modern.py has a setting for it.
+        # The last token starts a document. train_modern.py has a setting for it.
         packed = dict(vocab_size=padded_size, document_token=packed_size - 1)
         # The manifest overrides the default and the preset, but not the command line.
         settings |= {k: v for k, v in packed.items() if k in types and k not in given}
@@ -1227,10 +1236,11 @@ def log_summary(run):
         log(f"target_val_loss: {args.target_val_loss}")
     if run.best_loss < run.val_loss:
         log(f"best_val_loss: {run.best_loss:.4f}\nbest_weights: {run.folder / 'best.pt'}")
-    log(f"steps: {args.num_iterations}\ntokens: {run.tokens_to_train}\nseed: {args.seed}")
+    tokens = run.step * args.batch_size * args.sequence_length
+    log(f"steps: {run.step}\ntokens: {tokens}\nseed: {args.seed}")
     for phase, seconds in log.seconds.items():
         log(f"{phase}_seconds: {seconds:.1f}")
-    log(f"tokens_per_second: {run.tokens_to_train / log.seconds['train']:.0f}")
+    log(f"tokens_per_second: {tokens / log.seconds['train']:.0f}")
     log(f"peak_memory_mib: {peak_memory(run.device):.0f}")
     if args.compile:  # one each for training and validation; more if recompiled
         log(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
@@ -1302,7 +1312,7 @@ def read_pt(path):
             raise ValueError("another version of the script saved it")
         return state
     except Exception as error:  # both modules raise many types of exceptions
-        fix = "use an undamaged file that this version of the script has saved"
+        fix = "use an undamaged .pt file that this version of the script has saved"
         raise UserError(f"{path} cannot be used ({error!r:.200}): {fix}") from None
 
 

@@ -305,8 +305,8 @@ class ModernGPT(nn.Module):
         n = args.n_layer
         self.long_layers = {n // 3, n - 1}  # 3, 10: the long window, and offset keys
         self.table_layers = {1, 2, n - 3, n - 2, n - 1}  # 1, 2, 8, 9, 10: a value table
-        # Layer 6 adds the output of layer 3 to its input and has no attention. We leave this out
-        # of models of fewer than 8 layers, without having measured it.
+        # Layer 6 adds the output of layer 3 to its input, and has no attention and so no value
+        # table. We leave this out of models of fewer than 8 layers, without having measured it.
         self.skip_start, self.skip_end = (n // 3, (n + 1) // 2) if n >= 8 else (None, None)
         # In later layers, attention reads the output of layer 7 instead of the residual stream
         # (records 73 and 77). Backout subtracts a part of it at the end.
@@ -340,7 +340,7 @@ class ModernGPT(nn.Module):
         nn.init.zeros_(self.lm_head.weight)  # record 8
         for block in self.h:
             attn = block.attn
-            linears = [block.mlp.c_fc]
+            linears = [m for name, m in block.mlp.named_children() if name != "c_proj"]
             if attn is not None:
                 linears += [attn.c_q, attn.c_k, attn.c_v]
             for linear in linears:  # a standard deviation of 0.5 / sqrt(C): records 62 and 77

@@ -114,7 +114,6 @@ class Run:
     num_iterations = property(lambda self: self.settings["num_iterations"])
     last_val_step = property(lambda self: self.points["val"][-1][0] if self.points["val"] else 0)
     val_loss = property(lambda self: self.points["val"][-1][1] if self.points["val"] else None)
-    tokens = property(lambda self: self.last_val_step * self.tokens_per_step)
     finished = property(lambda self: self.fault is None)
 
     @property
@@ -123,8 +122,13 @@ class Run:
         losses = [points[-1][1] for points in self.points.values() if points]
         if not all(map(math.isfinite, losses)):
             return "diverged"
-        complete = self.last_val_step == self.num_iterations
+        complete = self.last_val_step == int(self.facts.get("steps", self.num_iterations))
         return None if complete and "val_loss" in self.facts else "unfinished"
+
+    @property
+    def tokens(self):
+        """The tokens read: those of the summary, or those before the last validation."""
+        return int(self.facts.get("tokens", self.last_val_step * self.tokens_per_step))
 
     @property
     def tokens_per_step(self):
