@@ -233,7 +233,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(args.vocab_size, args.n_embd)
         self.h = nn.ModuleList(Block(args) for _ in range(args.n_layer))
         self.lm_head = CastedLinear(args.n_embd, args.vocab_size)
-        # Tied, with nn.Linear's initialization. That of nn.Embedding would be 50 times as large.
+        # Tied, with nn.Linear's initialization. That of nn.Embedding is sqrt(3 C) times as large.
         self.wte.weight = self.lm_head.weight
 
     def forward(self, inputs, targets=None):
@@ -562,8 +562,8 @@ def train_step(run, inputs, targets):
         micro_loss.backward()
         loss += micro_loss.detach()
     sum_gradients(run.model)
-    # The place to clip the gradients or to compute their norm. The log counts steps from 1, and
-    # run.step still counts from 0.
+    # This is the place to clip the gradients or to compute their norm. The log counts steps from 1:
+    # it calls this one run.step + 1.
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad()

@@ -205,6 +205,18 @@ def test_offset_keys_find_the_token_after_an_earlier_copy(monkeypatch):
     assert found[0] < 0.1 and found[1] > 0.9
 
 
+def test_all_matrices_of_another_mlp_are_initialized(monkeypatch):
+    class Gated(train_modern.MLP):
+        def __init__(self, args):
+            super().__init__(args)
+            self.gate = nn.Sequential(nn.Linear(args.n_embd, 512, bias=False), nn.GELU())
+
+    monkeypatch.setattr(train_modern, "MLP", Gated)
+    for block in ModernGPT(ModernSettings(**SMALL)).h:
+        weight = block.mlp.gate[0].weight.detach()
+        assert weight.std() * weight.shape[1] ** 0.5 == pytest.approx(0.5, rel=0.05)
+
+
 def schedule_at(step, args):
     """Return the factor of learning rates, Muon's momentum and decay, and the window in blocks."""
     group = dict(initial_lr=1.0, momentum=args.muon_momentum)

@@ -184,6 +184,17 @@ def test_a_line_of_the_source_may_begin_like_a_setting(tmp_path):
     assert run.source == source and run.settings == HEADER
 
 
+def test_a_run_that_its_script_ended_early_is_finished(tmp_path, capsys):
+    path = write_log(tmp_path / "a.txt", stopped_at=20)
+    assert not runlog.read(path).finished
+    with path.open("a") as log:
+        log.write("val_loss: 4.0000\nsteps: 20\ntokens: 640\n")
+    run = runlog.read(path)
+    assert (run.finished, run.steps, run.tokens) == (True, 20, 640)
+    report.main([str(path)])
+    assert "| a | 1 | 20 | 4.0000 |" in capsys.readouterr().out
+
+
 def test_a_setting_may_be_infinite(tmp_path):
     assert runlog.read(write_log(tmp_path / "a.txt", clip=math.inf)).settings["clip"] == math.inf
 
@@ -349,10 +360,15 @@ def test_the_first_run_has_no_options(monkeypatch):
 
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("records/**/*.md"))]
-RESULTS = {  # {name in README: its logs}
-    "`--preset=cpu`": "2026-11-28_First_run/cpu_seed*.txt",
-    "`modern --preset=small`": "2026-11-28_Pairs/logs/base_seed*.txt",
-    "record 7's model": "2026-11-28_Steps_to_the_same_loss/logs/record7_seed*.txt",
+RESULTS = {  # {start of a row in README: its logs}
+    "`--preset=cpu`]": "2026-11-28_First_run/cpu_seed*.txt",
+    "`modern --preset=small`]": "2026-11-28_Pairs/logs/base_seed*.txt",
+    "record 7's model](records/2026-11-28_Steps_to_the_same_loss)": (
+        "2026-11-28_Steps_to_the_same_loss/logs/record7_seed*.txt"
+    ),
+    "record 7's model](records/2026-11-28_Steps_to_the_same_loss#": (
+        "2026-11-28_Steps_to_the_same_loss/search/record7_muon1_adamw8_*.txt"
+    ),
 }
 
 
@@ -381,7 +397,7 @@ def test_the_readme_shows_the_losses_and_the_lines_that_exist():
     for name, logs in RESULTS.items():
         losses = [runlog.read(path).val_loss for path in sorted(ROOT.glob(f"records/{logs}"))]
         each = ", ".join(f"{loss:.4f}" for loss in losses)
-        [row] = [line for line in text.splitlines() if line.startswith(f"| [{name}]")]
+        [row] = [line for line in text.splitlines() if line.startswith(f"| [{name}")]
         assert row.endswith(f" | {np.mean(losses):.4f} | {each} |"), name
 
 

@@ -152,11 +152,8 @@ def test_the_script_that_wrote_the_weights_defines_the_model(tmp_path, monkeypat
     assert torch.equal(mine(tokens), 2 * plain(tokens))
     for script, sentence in (
         ("sys.py", "sys.py defines no RECIPE, or another module has its name"),
-        *(
-            (name, f"{name} is neither `modern` nor")
-            for name in ("no.py", "mine.pt", "a/../sys.py")
-        ),
-        (str(tmp_path / "my_idea.py"), f"{tmp_path}/my_idea.py is neither `modern` nor"),
+        *((name, f"there is no script {name} in") for name in ("no.py", "mine.pt", "a/../sys.py")),
+        (str(tmp_path / "my_idea.py"), f"there is no script {tmp_path}/my_idea.py"),
     ):
         with pytest.raises(UserError, match=re.escape(sentence)):
             weights.load(write_weights(path, {**state, "script": script}))
@@ -166,7 +163,7 @@ def test_a_tool_takes_the_script_that_comes_before_its_settings():
     settings = ["--n_layer=3"]
     for first, recipe in ((), train_gpt2.RECIPE), (("modern",), train_modern.RECIPE):
         assert weights.recipe_and_settings([*first, *settings]) == (recipe, settings)
-    with pytest.raises(UserError, match="moderne is neither `modern` nor"):
+    with pytest.raises(UserError, match="there is no script moderne in"):
         weights.recipe_and_settings(["moderne"])
 
 

@@ -340,7 +340,8 @@ class ModernGPT(nn.Module):
         nn.init.zeros_(self.lm_head.weight)  # record 8
         for block in self.h:
             attn = block.attn
-            linears = [m for name, m in block.mlp.named_children() if name != "c_proj"]
+            linears = [m for m in block.mlp.modules() if isinstance(m, nn.Linear)]
+            linears.remove(block.mlp.c_proj)  # it starts at zero
             if attn is not None:
                 linears += [attn.c_q, attn.c_k, attn.c_v]
             for linear in linears:  # a standard deviation of 0.5 / sqrt(C): records 62 and 77

@@ -102,10 +102,11 @@ def check(sides, target, n):
         check_equal(what, value_of, every)
     if n and len(sides) > 1:
         (a, runs), (b, others) = sides
+        most = max(run.tokens for run in runs)
+        fewest = min(run.tokens for run in others)
         require(
-            runs[0].tokens <= others[0].tokens,
-            f"{a} read {runs[0].tokens:,} tokens and {b} {others[0].tokens:,}: the first side may "
-            f"read fewer, not more",
+            most <= fewest,
+            f"{a} read {most:,} tokens and {b} {fewest:,}: the first side may read fewer, not more",
         )
 
 

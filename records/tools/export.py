@@ -72,12 +72,14 @@ def as_module(text, modules):
 
     Imports between them become relative, and statements that extend sys.path are left out.
     """
-    statements = [ast.get_source_segment(text, node) for node in ast.parse(text).body]
-    for statement in statements:
-        if statement.startswith("sys.path"):
-            text = text.replace(statement, "")
+    left_out = set()  # numbers of lines
+    for node in ast.parse(text).body:
+        if ast.get_source_segment(text, node).startswith("sys.path"):
+            left_out.update(range(node.lineno, node.end_lineno + 1))
     lines = []
-    for line in text.splitlines():
+    for number, line in enumerate(text.splitlines(), 1):
+        if number in left_out:
+            continue
         words = line.split()
         if len(words) > 1 and words[0] == "import" and words[1] in modules:
             line = line.replace("import ", "from . import ", 1)

@@ -5,7 +5,8 @@
 
 If target_val_loss is set, it prints p of a one-sided t-test that the mean is below the target. The
 environment variable NPROC sets the number of processes. Called again, it keeps finished runs and
-continues unfinished ones. It first rejects runs with other settings or sources.
+continues unfinished ones. Before it trains, it rejects runs of other sources, or with another
+compile, val_loss_every or target_val_loss; the training script rejects other settings.
 """
 
 import os
@@ -67,7 +68,8 @@ def main(argv):
     args = train_gpt2.parse_args(settings, recipe)  # ends with a sentence if it is wrong
     names = {seed: f"{options.run_id}_seed{seed}" for seed in range(1, options.seeds + 1)}
     for name in names.values():
-        if any((options.log_dir / name).glob("*.pt")):  # it has been trained, at least in part
+        folder = options.log_dir / name
+        if train_gpt2.checkpoints_in(folder) or (folder / "model.pt").exists():
             run = read(options.log_dir / f"{name}.txt")
             check_version(run, recipe)
             check_settings(run, args)

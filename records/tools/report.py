@@ -39,7 +39,7 @@ def or_na(value, form="{}"):
 
 def progress(run):
     """Return the steps of a run, with a note if it has no result or its script was edited."""
-    steps = run.num_iterations
+    steps = run.steps
     text = f"{steps}" if run.finished else f"{run.last_step} of {steps}, {run.fault}"
     return f"{text}, script edited" if run.edited else text
 

@@ -112,6 +112,8 @@ class Run:
 
     seed = property(lambda self: self.settings["seed"])
     num_iterations = property(lambda self: self.settings["num_iterations"])
+    # A script may stop early; its summary says after which step.
+    steps = property(lambda self: int(self.facts.get("steps", self.num_iterations)))
     last_val_step = property(lambda self: self.points["val"][-1][0] if self.points["val"] else 0)
     val_loss = property(lambda self: self.points["val"][-1][1] if self.points["val"] else None)
     finished = property(lambda self: self.fault is None)
@@ -122,7 +124,7 @@ class Run:
         losses = [points[-1][1] for points in self.points.values() if points]
         if not all(map(math.isfinite, losses)):
             return "diverged"
-        complete = self.last_val_step == int(self.facts.get("steps", self.num_iterations))
+        complete = self.last_val_step == self.steps
         return None if complete and "val_loss" in self.facts else "unfinished"
 
     @property

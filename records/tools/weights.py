@@ -28,7 +28,7 @@ def recipe_of(script):
     path, name = ROOT / script, Path(script).stem
     is_inside = not Path(script).is_absolute() and ".." not in Path(script).parts
     if not (is_inside and path.is_file() and path.suffix == ".py"):
-        raise UserError(f"{script} is neither `modern` nor the path of a script (.py) in {ROOT}")
+        raise UserError(f"there is no script {script} in {ROOT}: put it there, or name another")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -109,7 +109,7 @@ UNKNOWN_ENCODING = (
 
 def known_encoding(pattern):
     """Return the name of the encoding of the shards matching a glob, or None if it is unknown."""
-    train_gpt2.read_manifest(pattern)  # raises UserError if it is damaged
+    train_gpt2.read_manifest(pattern)  # raises UserError if it is damaged or incomplete
     folder, files = os.path.split(pattern)
     return pack.encoding_beside(Path(folder), files)
 
