@@ -4,23 +4,20 @@
     python train_pairs.py --wide              # some changes, with 256 channels
     python train_pairs.py --candidates        # changes that may enter the recipe
 
-missing_runs(), missing_wide_runs() and missing_candidates() fix the runs and their order. All runs
-use the scripts of commit CODE, edited as in CHANGES. Complete logs and weights are in work/; logs/
-gets the finished logs, shortened. The program can be stopped and started at any time: it keeps
-finished runs and continues others.
+planned_runs(), planned_wide_runs() and planned_candidates() fix the runs, which use the scripts of
+commit CODE, edited as in CHANGES. Complete logs and weights are in
+work/; logs/ gets the finished logs, shortened. The program can be stopped and started at any time:
+it keeps finished runs and continues others.
 """
 
 import argparse
 import contextlib
 import hashlib
-import math
 import os
-import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -39,8 +36,7 @@ def adamw(learning_rate):
     return [(MODERN, "return [muon, ", f"{built}\n    return [muon, ")]
 
 
-# {name: its settings and edits}. An edit is (file, text, replacement). After no_normuon, changes
-# with large effects in the earlier table come first.
+# {name: its settings and edits}. An edit is (file, text, replacement).
 CHANGES = {
     "base": [],
     "no_normuon": [(MODERN, "beta2=0.95", "beta2=0.0")],
@@ -75,6 +71,7 @@ CHANGES = {
         NO_OFFSET,
     ],
     "tied_head": [  # with the initial values and the learning rate of record 51
+        (MODERN, "norm(self.wte(inputs))", "norm(self.wte(inputs).to(self.dtype))"),
         (
             MODERN,
             "nn.init.zeros_(self.lm_head.weight)",
@@ -108,8 +105,16 @@ CHANGES = {
         (MODERN, "self.value_table(tokens)", "self.value_table(tokens).type_as(x)"),
     ],
 }
+PER_HEAD = (  # Muon orthogonalizes the queries, keys and values of each head separately
+    MODERN,
+    "    muon = Muon(\n        matrices,",
+    "    split = [block.attn for block in model.h if block.attn is not None]\n"
+    "    split = [m.weight for attn in split for m in (attn.c_q, attn.c_k, attn.c_v)]\n"
+    "    whole = [p for p in matrices if p not in {*split}]\n"
+    "    muon = Muon(\n        [dict(params=split, blocks=args.n_head), dict(params=whole)],",
+)
 ADAMW = [name for name in CHANGES if name.startswith("adamw_")]
-CANDIDATES, CANDIDATE_SEEDS = ["bfloat16_tables", "triples"], (1, 2, 3)
+CANDIDATES = {"bfloat16_tables": (1, 2, 3), "triples": (1, 2, 3)}  # {change: seeds}
 NO_ROWS = ["base", "steps_300", *ADAMW, *CANDIDATES]
 ROWS = [name for name in CHANGES if name not in NO_ROWS] + ["adamw"]
 FIRST_SEEDS, MORE_SEEDS = (1, 2, 3, 4, 5), (6, 7, 8)
@@ -119,6 +124,7 @@ AGAINST = {"full_rotary": "no_offset_keys"}  # rows that are not compared with t
 WIDE_ROWS = ["no_offset_keys", "no_qk_norm", "larger_table", "no_ngram_table", "no_value_tables"]
 WIDE_ROWS += ["no_windows", "gelu", "tied_head"]
 WIDE_SEEDS = (1, 2, 3)
+WIDE_BFLOAT16_SEEDS = (2, 3, 4)  # the machine of these runs multiplied faster in bfloat16
 WIDE = [  # Muon's settings follow from the width as in modern()
     "--n_embd=256",
     "--n_head=2",
@@ -126,8 +132,10 @@ WIDE = [  # Muon's settings follow from the width as in modern()
     f"--muon_weight_decay={1.2 * 0.03 * 256**0.5}",
 ]
 CHANGES |= {f"wide_{name}": WIDE + CHANGES[name] for name in ("base", "steps_300", *WIDE_ROWS)}
+# With 128 channels, there is only one head
+CHANGES["wide_muon_per_head"] = [*WIDE, PER_HEAD]
+CANDIDATES |= {"wide_muon_per_head": (2, 3, 4), "wide_base": (2, 3, 4)}
 AGAINST |= {f"wide_{row}": "wide_base" for row in WIDE_ROWS}
-FAILED = {}  # {(change, seed): why it cannot be finished}; these runs are not tried again
 
 
 def loss_of(name, seed):
@@ -153,81 +161,43 @@ def differences(row):
 
 
 def planned_seeds(row):
-    """Return the seeds of the pairs that decide about a row, without FAILED runs."""
-    first = [pair for seed, pair in differences(row).items() if seed in FIRST_SEEDS]
-    is_small = len(first) > 0 and abs(sum(first)) < SMALL_EFFECT * len(first)
-    seeds = FIRST_SEEDS + MORE_SEEDS if is_small else FIRST_SEEDS
-    return [seed for seed in seeds if not any((name, seed) in FAILED for name in names_of(row))]
+    """Return the seeds of a row's pairs. Seeds 6 to 8 depend on the mean of the first five."""
+    pairs = differences(row)
+    first = [pairs[seed] for seed in FIRST_SEEDS if seed in pairs]
+    is_complete = len(first) == len(FIRST_SEEDS)
+    is_small = is_complete and abs(sum(first)) < SMALL_EFFECT * len(first)
+    return FIRST_SEEDS + MORE_SEEDS if is_small else FIRST_SEEDS
 
 
 def best_adamw():
     """Return the change with the best learning rate of AdamW, or None before all are trained."""
-    tried = [name for name in ADAMW if (name, 9) not in FAILED]
-    losses = {name: loss_of(name, 9) for name in tried}
+    losses = {name: loss_of(name, 9) for name in ADAMW}
     return None if None in losses.values() else min(losses, key=losses.get)
 
 
-def is_missing(name, seed):
-    return loss_of(name, seed) is None and (name, seed) not in FAILED
-
-
-def missing_pairs(row, seeds):
-    """Return the runs, (name, seed), that the pairs of a row with these seeds still need."""
-    runs = [(name, seed) for seed in seeds for name in names_of(row)]
-    return [run for run in runs if is_missing(*run)]
-
-
-def runs_to_verdict(row):
-    return len(missing_pairs(row, planned_seeds(row)))
-
-
-def spread(row):
-    """Return the standard deviation of a row's differences, divided by the size of their mean."""
-    pairs = differences(row).values()
-    if len(pairs) < 2:
-        return math.inf
-    size = max(abs(statistics.mean(pairs)), 0.0001)  # losses have four decimals
-    return statistics.stdev(pairs) / size
-
-
-def missing_runs():
-    """Return all runs that are missing, in the order of training."""
+def planned_runs():
+    """Return the runs, (name, seed), of the table that are known to be needed."""
     runs = [("base", seed) for seed in FIRST_SEEDS + MORE_SEEDS]
     runs += [("steps_300", seed) for seed in FIRST_SEEDS]
     runs += [(name, 9) for name in ADAMW]
-    runs = [run for run in runs if is_missing(*run)]
-    if best_adamw() is None:
-        return runs
-    # Three seeds of every row come first, so that the whole table is known early
-    for row in ROWS:
-        runs += missing_pairs(row, FIRST_SEEDS[:3])
-    # Then the rows whose verdict needs the fewest runs and, among these, the clearest differences
-    for row in sorted(ROWS, key=lambda row: (runs_to_verdict(row), spread(row))):
-        runs += missing_pairs(row, planned_seeds(row))
-    return list(dict.fromkeys(runs))  # some are in more than one row
+    for row in ROWS if best_adamw() else []:  # else the change of row `adamw` is not known yet
+        runs += [(name, seed) for name in names_of(row) for seed in planned_seeds(row)]
+    return runs
 
 
-def missing_wide_runs():
-    """Return all runs with 256 channels that are missing, in the order of training."""
+def planned_wide_runs():
     names = [f"wide_{name}" for name in ("base", *WIDE_ROWS, "steps_300")]
-    runs = [(name, seed) for seed in WIDE_SEEDS for name in names]
-    return [run for run in runs if is_missing(*run)]
+    return [(name, seed) for seed in WIDE_SEEDS for name in names]
 
 
-def missing_candidates():
-    runs = [(name, seed) for name in CANDIDATES for seed in CANDIDATE_SEEDS]
-    return [run for run in runs if is_missing(*run)]
+def planned_candidates():
+    return [(name, seed) for name, seeds in CANDIDATES.items() for seed in seeds]
 
 
-def next_run(missing, started):
-    """Return the first of the runs `missing` that can start and is not in `started`, or None."""
-    undecided = {name for row in ROWS if missing_pairs(row, FIRST_SEEDS) for name in names_of(row)}
-    for name, seed in missing:
-        # Whether seeds 6 to 8 are needed is known when seeds 1 to 5 are finished
-        waits = seed in MORE_SEEDS and name in undecided and name != "base"
-        if (name, seed) not in started and not waits:
-            return name, seed
-    return None
+def missing(runs):
+    """Return those of the planned runs that are not finished."""
+    runs = dict.fromkeys(runs)  # some are in more than one row
+    return [(name, seed) for name, seed in runs if loss_of(name, seed) is None]
 
 
 def write_script(name):
@@ -274,7 +244,9 @@ def train(name, seed, settings, data):
     with contextlib.suppress(FileExistsError):  # another run of the change may have made it
         (folder / "data").symlink_to(data.resolve())
     stem = f"{name}_seed{seed}"
-    command = [sys.executable, MODERN, "--preset=small", "--dtype=float32", "--device=cpu"]
+    in_bfloat16 = name.startswith("wide_") and seed in WIDE_BFLOAT16_SEEDS
+    dtype = "bfloat16" if in_bfloat16 else "float32"
+    command = [sys.executable, MODERN, "--preset=small", f"--dtype={dtype}", "--device=cpu"]
     command += [*settings, f"--seed={seed}", f"--run_id={stem}", "--save_every=100"]
     command += ["--keep_checkpoints=1", "--resume=auto"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -291,37 +263,35 @@ def train(name, seed, settings, data):
         print(f"{stem}: {run.val_loss}", flush=True)
 
 
-def train_missing(missing, settings, data, started, lock):
-    """Train one run after the other until the other threads have started all that are left."""
-    while True:
-        with lock:
-            run = next_run(missing(), started)
-            if run is None:
-                return
-            started.add(run)
-        train(*run, settings[run[0]], data)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=ROOT / "data")
-    parser.add_argument("--wide", action="store_true", help="train with 256 channels")
-    parser.add_argument("--candidates", action="store_true", help="train candidates")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--wide", action="store_true", help="train with 256 channels")
+    which.add_argument("--candidates", action="store_true", help="train candidates")
     options = parser.parse_args()
-    missing = missing_runs
+    planned = planned_runs
     if options.wide:
-        missing = missing_wide_runs
+        planned = planned_wide_runs
     if options.candidates:
-        missing = missing_candidates
+        planned = planned_candidates
     settings = {name: write_script(name) for name in CHANGES}
-    started, lock = set(), Lock()
-    with ThreadPoolExecutor(2) as pool:
-        arguments = missing, settings, options.data, started, lock
-        workers = [pool.submit(train_missing, *arguments) for _ in range(2)]
-    for worker in workers:
-        worker.result()  # raises what the worker raised
-    if left := missing():
-        sys.exit(f"Not finished: {left}. Start again, or list them in FAILED.")
+    tried = set()
+    # The results of some runs decide which others are needed
+    while runs := [run for run in missing(planned()) if run not in tried]:
+        tried.update(runs)
+        with ThreadPoolExecutor(2) as pool:
+            started = [
+                pool.submit(train, name, seed, settings[name], options.data) for name, seed in runs
+            ]
+            try:
+                for run in started:
+                    run.result()  # raises what it raised
+            except BaseException:  # for example Ctrl-C, which also stops the runs
+                pool.shutdown(cancel_futures=True)
+                raise
+    if left := missing(planned()):
+        sys.exit(f"Not finished: {left}")
 
 
 if __name__ == "__main__":
