@@ -223,8 +223,8 @@ class GPT(nn.Module):
     """GPT-2 as in record 7, with tied embedding and output head.
 
     Weights are float32; activations and matmuls use the given dtype. Modules have GPT-2's names,
-    but its c_attn is split into c_q, c_k and c_v. OpenAI's weights do not fit: there are no biases,
-    no gains of norms and no learned positions.
+    but its c_attn is split into c_q, c_k and c_v. OpenAI's weights do not fit: this model has no
+    biases, no learned scales in its norms and no learned positions.
     """
 
     def __init__(self, args, dtype=torch.float32):
