@@ -97,6 +97,7 @@ CHANGES = {
     "steps_300": ["--num_iterations=300"],
     # Candidates for the recipe that are not in the table
     "triples": ["--ngram_rows=40960", "--max_ngram=3"],  # compared with larger_table
+    "largest_table": ["--ngram_rows=163840"],
     "bfloat16_tables": [  # all other runs have float32 tables
         (MODERN, "args.n_embd, dtype=dtype)", "args.n_embd, dtype=torch.bfloat16)"),
         (MODERN, "NgramTable(args, dtype)", "NgramTable(args, torch.bfloat16)"),
@@ -114,7 +115,11 @@ PER_HEAD = (  # Muon orthogonalizes the queries, keys and values of each head se
     "    muon = Muon(\n        [dict(params=split, blocks=args.n_head), dict(params=whole)],",
 )
 ADAMW = [name for name in CHANGES if name.startswith("adamw_")]
-CANDIDATES = {"bfloat16_tables": (1, 2, 3), "triples": (1, 2, 3)}  # {change: seeds}
+CANDIDATES = {  # {change: seeds}
+    "bfloat16_tables": (1, 2, 3),
+    "triples": (1, 2, 3),
+    "largest_table": (1, 2, 3),
+}
 NO_ROWS = ["base", "steps_300", *ADAMW, *CANDIDATES]
 ROWS = [name for name in CHANGES if name not in NO_ROWS] + ["adamw"]
 FIRST_SEEDS, MORE_SEEDS = (1, 2, 3, 4, 5), (6, 7, 8)
@@ -131,10 +136,12 @@ WIDE = [  # Muon's settings follow from the width as in modern()
     f"--muon_learning_rate={0.03 / 256**0.5}",
     f"--muon_weight_decay={1.2 * 0.03 * 256**0.5}",
 ]
-CHANGES |= {f"wide_{name}": WIDE + CHANGES[name] for name in ("base", "steps_300", *WIDE_ROWS)}
+IN_BOTH_WIDTHS = ["base", "steps_300", *WIDE_ROWS, "largest_table"]
+CHANGES |= {f"wide_{name}": WIDE + CHANGES[name] for name in IN_BOTH_WIDTHS}
 # With 128 channels, there is only one head
 CHANGES["wide_muon_per_head"] = [*WIDE, PER_HEAD]
-CANDIDATES |= {"wide_muon_per_head": (2, 3, 4), "wide_base": (2, 3, 4)}
+CANDIDATES |= {"wide_base": (2, 3, 4), "wide_muon_per_head": (2, 3, 4)}
+CANDIDATES |= {"wide_largest_table": (2, 3, 4)}
 AGAINST |= {f"wide_{row}": "wide_base" for row in WIDE_ROWS}
 
 
