@@ -115,8 +115,6 @@ class Hyperparameters:
         check_settings(self)
 
 
-MAY_CHANGE = {f.name for f in dataclasses.fields(Hyperparameters) if f.metadata.get("may_change")}
-
 # --preset=NAME replaces defaults; settings on the command line override the preset.
 PRESETS = {
     "record7": dict(),  # GPT-2 124M on FineWeb, for eight 80 GB GPUs
@@ -577,7 +575,8 @@ def train_step(run, inputs, targets):
 def sum_gradients(model):
     """Collective: sum the gradients over the ranks, in one flat buffer for each dtype.
 
-    The sum is already the mean over the global batch, because train_step scales the losses.
+    The sum is already the mean over the global batch, because train_step scales the losses. This is
+    simpler than DDP, which record 7 uses, but it does not overlap with the backward pass.
     """
     if get_world_size() == 1:
         return
@@ -713,7 +712,7 @@ def set_up(args, recipe, stop_request):
     train_loader, validation, val_tokens, data_facts = open_data(args, device)
     run_id = args.run_id or time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()
     dtype = choose_dtype(args, device)
-    # Replace "auto", "" and 0 with what this run uses, for its log and for resuming it.
+    # Fill in the values that this run uses, for its log and for resuming it.
     args = dataclasses.replace(args, dtype=dtype, run_id=from_rank_0(run_id), val_tokens=val_tokens)
     versions = dict(torch=torch.__version__, source=digest(recipe.sources))
     check_ranks_agree(vars(args) | data_facts | versions, fix="start all ranks in the same way")
@@ -724,7 +723,8 @@ def set_up(args, recipe, stop_request):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]  # apply_schedule scales this
-    fixed = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
+    may_change = changeable_names(args)
+    fixed = {name: value for name, value in vars(args).items() if name not in may_change}
     fixed |= data_facts
     fixed["optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     rank_batch_size = args.batch_size // get_world_size()
@@ -802,6 +802,11 @@ def check_at_least(args, low, names):
     for name in names.split():
         if not low <= getattr(args, name) < 2**63:  # False for NaN
             raise UserError(f"{name}={getattr(args, name)} must be at least {low} and below 2**63")
+
+
+def changeable_names(settings):
+    """Return the names of the settings that may have other values when a run is resumed."""
+    return {f.name for f in dataclasses.fields(settings) if f.metadata.get("may_change")}
 
 
 def check_finite(step, name, loss):
@@ -887,7 +892,7 @@ def digest(value):
 def next_batch(run):
     """Return this rank's part of the batch for run.step, or None after the last step.
 
-    Raises UserError if it cannot be read. Rank 0 first saves a checkpoint, unless run.step is 0.
+    Raises UserError if it cannot be read; on rank 0, it first saves a checkpoint if run.step > 0.
     """
     if run.step == run.args.num_iterations:
         return None
@@ -914,7 +919,7 @@ def open_data(args, device):
         )
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # steps that need new tokens
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # if data repeat, one will do
     if max_steps < needed_steps:
         fix = "add data or lower --batch_size"
         if not args.allow_repeat:
@@ -997,9 +1002,9 @@ def configure_cpu(args):
 
 
 def warm_up_mkl():
-    """Call functions of MKL once on one thread, because several threads may get inexact values.
+    """Call functions of MKL once on one thread, before the rotary tables are computed on the CPU.
 
-    Only the first call is affected: https://github.com/pytorch/pytorch/issues/188792
+    A first call by several threads may be inexact: https://github.com/pytorch/pytorch/issues/188792
     """
     for function in torch.cos, torch.exp, torch.sin, torch.sqrt:
         function(torch.ones(1))
@@ -1071,8 +1076,8 @@ def join_ranks(args):
     if device.type == "cuda":
         backend, gpu = "nccl", device
         torch.cuda.set_device(device)
-    counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # set by srun or mpirun
-    if "RANK" not in os.environ and any(os.environ.get(name, "1") != "1" for name in counts):
+    variables = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun
+    if "RANK" not in os.environ and any(os.environ.get(name, "1") != "1" for name in variables):
         raise UserError("srun or mpirun started several separate processes: use torchrun instead")
     if "RANK" in os.environ and not dist.is_initialized():
         try:

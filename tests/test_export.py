@@ -361,13 +361,13 @@ def test_existing_files_are_not_replaced(out, plain_run, tmp_path):
 
 
 def test_a_failed_export_leaves_the_folder_as_it_was(modern_run, tmp_path, monkeypatch):
-    """It fails because a setting in MAY_CHANGE is not exported, so the exported model differs."""
-    may_change = train_gpt2.MAY_CHANGE | {"max_ngram"}
-    monkeypatch.setattr(train_gpt2, "MAY_CHANGE", may_change)
+    """It fails because a changeable setting is not exported, so the exported model differs."""
+    names = train_gpt2.changeable_names(train_gpt2.Hyperparameters) | {"max_ngram"}
+    monkeypatch.setattr(train_gpt2, "changeable_names", lambda settings: names)
     (tmp_path / "empty").mkdir()
     for name in "empty", "new":
         with pytest.raises(
-            ValueError, match=r"exported logits differ .* in MAY_CHANGE changes the model"
+            ValueError, match=r"exported logits differ .* declared with setting\(\)"
         ):
             export.export(modern_run / "model.pt", tmp_path / name)
     assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]

@@ -185,26 +185,6 @@ def test_new_weights_have_the_distributions_of_the_public_records():
     assert model.skip_weight.item() == pytest.approx(1 / (1 + math.exp(1.5)), abs=0.003)
 
 
-def test_offset_keys_find_the_token_after_an_earlier_copy(monkeypatch):
-    """In layer 1, where queries look for keys like themselves. In layer 0, they do not."""
-    shape = dict(n_layer=2, n_head=1, n_embd=128, vocab_size=512, ngram_rows=0)
-    torch.manual_seed(0)
-    model = ModernGPT(ModernSettings(**shape, attention_window=0))
-    model.h[1].attn.c_k.weight = model.h[1].attn.c_q.weight
-    best_keys = []
-
-    def attend(q, k, v, mask):
-        scores = (q @ k.transpose(-2, -1))[0, 0].tril(-1)  # of earlier tokens
-        best_keys.append(scores.argmax(1))
-        return v
-
-    monkeypatch.setattr(train_modern, "attend", attend)
-    model(torch.randperm(512)[:64].repeat(2)[None])
-    copies = torch.arange(65, 128)  # without the first, because the first key is not offset
-    found = [(keys[copies] == copies - 64 + 1).float().mean() for keys in best_keys]
-    assert found[0] < 0.1 and found[1] > 0.9
-
-
 def test_all_matrices_of_another_mlp_are_initialized(monkeypatch):
     class Gated(train_modern.MLP):
         def __init__(self, args):

@@ -102,27 +102,6 @@ def test_a_log_that_is_replaced_gets_the_result(fields, loss, tmp_path):
     check_log(fields, loss)
 
 
-def test_a_kill_in_a_write_that_a_full_disk_cut_leaves_no_false_result(
-    fields, loss, tmp_path, monkeypatch
-):
-    """The cut line was still in the log after the resume: `val_loss: 4Log of ...`."""
-    write = train_gpt2.Log.write
-
-    def cut(log, text):
-        if log.may_write and text.startswith("val_loss: "):
-            with open(log.path, "a") as file:
-                file.write(text[:11])
-            raise KeyboardInterrupt
-        write(log, text)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt2.Log, "write", cut)
-        with pytest.raises(KeyboardInterrupt):
-            run_here(fields)
-    assert results(fields) == [f"{loss:.0f}"]
-    check_resumed(fields, loss)
-
-
 # ---- Other runs ----------------------------------------------------------------------------------
 def test_a_slow_start_does_not_overwrite_a_finished_run(tiny, tmp_path, monkeypatch):
     """It had looked for results before it waited for its lock."""

@@ -186,6 +186,15 @@ def test_a_new_setting_needs_only_a_type_and_a_default(tiny, tmp_path):
     assert done.returncode == 1 and "was saved with my_knob=-2.5 (here 1.0)" in done.stderr
 
 
+def test_a_recipe_may_add_a_setting_that_may_change(tiny):
+    fields = [("my_knob", int, train_gpt2.changeable(1, "what it does"))]
+    extended = dataclasses.make_dataclass("Extended", fields, bases=(Hyperparameters,), frozen=True)
+    recipe = RECIPE._replace(settings=extended)
+    settings = {**tiny, "run_id": "knob"}
+    run_here(settings, 2, recipe, my_knob=2)
+    assert run_here(settings, recipe=recipe, my_knob=3, resume="auto") is not None
+
+
 REFUSALS = {
     "val_tokens": ({"val_tokens": 100}, "must be a multiple of sequence_length=16 up to 384"),
     "too few val tokens": ({"val_tokens": 400}, "val_tokens=400 must be a multiple of"),

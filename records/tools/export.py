@@ -63,7 +63,7 @@ def tokenizer_of(encoding, sequence_length):
 
 def settings_of(args):
     """Return a dict of the settings, without init and those that a resumed run may change."""
-    hidden = {*weights.train_gpt2.MAY_CHANGE, "init"}
+    hidden = {*weights.train_gpt2.changeable_names(args), "init"}
     return {name: value for name, value in vars(args).items() if name not in hidden}
 
 
@@ -108,8 +108,9 @@ def write_code(folder, recipe):
     adapter = Path(__file__).with_name(f"{MODELING}.py").read_text(encoding="utf-8")
     # transformers copies only modules that this one imports.
     imports = [f"from .{name} import __file__ as _" for name in modules]
-    imports += ["from .train_gpt2 import MAY_CHANGE", f"from .{modules[-1]} import RECIPE"]
-    adapter = adapter.replace("from .train_gpt2 import MAY_CHANGE, RECIPE", "\n".join(imports))
+    imports += ["from .train_gpt2 import changeable_names", f"from .{modules[-1]} import RECIPE"]
+    replaced = "from .train_gpt2 import RECIPE, changeable_names"
+    adapter = adapter.replace(replaced, "\n".join(imports))
     (folder / f"{MODELING}.py").write_text(adapter, encoding="utf-8")
 
 
@@ -221,8 +222,8 @@ def check(folder, gpt, args, encoding, script):
     difference = (model(inputs).logits - expected).abs().max().item()
     require(
         difference <= 1e-5 * max(1, expected.abs().max().item()),
-        f"the exported logits differ from those of {script} by {difference:.2g}: if a setting in "
-        "MAY_CHANGE changes the model, declare it with setting() instead of changeable()",
+        f"the exported logits differ from those of {script} by {difference:.2g}: a setting "
+        "that changes the model must be declared with setting(), not changeable()",
     )
     return difference
 

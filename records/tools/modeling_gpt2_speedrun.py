@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.utils import can_return_tuple
 from transformers.utils.versions import require_version
 
-from .train_gpt2 import MAY_CHANGE, RECIPE
+from .train_gpt2 import RECIPE, changeable_names
 
 require_version("transformers>=4.57.1", "Upgrade with: pip install -U transformers")
 
@@ -24,7 +24,7 @@ require_version("transformers>=4.57.1", "Upgrade with: pip install -U transforme
 SETTINGS = {
     name: value
     for name, value in vars(RECIPE.settings()).items()
-    if name not in {*MAY_CHANGE, "init", "dtype"}
+    if name not in {*changeable_names(RECIPE.settings), "init", "dtype"}
 }
 
 

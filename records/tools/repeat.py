@@ -27,7 +27,7 @@ def check_version(run, recipe):
 
 def check_settings(run, args):
     """Raise ValueError if a setting differs that a resumed run may change, but not a series."""
-    for name in sorted(train_gpt2.MAY_CHANGE - MAY_VARY):
+    for name in sorted(train_gpt2.changeable_names(args) - MAY_VARY):
         logged, given = run.settings.get(name), getattr(args, name)
         require(
             logged == given,
