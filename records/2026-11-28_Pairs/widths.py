@@ -6,7 +6,7 @@ from pathlib import Path
 
 from scipy import stats
 from table import effect_cells, nats_per_percent
-from train_pairs import WIDE_ROWS, WIDE_SEEDS, differences, loss_of, missing, planned_wide_runs
+from train_pairs import WIDE_ROWS, WIDE_SEEDS, differences, loss_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from report import markdown
@@ -31,8 +31,6 @@ def main():
     print("\n" + markdown(head, table))
     print(f"\n{sum(a * b > 0 for a, b in effects)} of {len(effects)} signs are kept.")
     print(f"Spearman's correlation of the effects: {stats.spearmanr(effects).statistic:.2f}.")
-    if left := missing(planned_wide_runs()):
-        print(f"Missing: {', '.join(f'{name} {seed}' for name, seed in left)}.")
 
 
 if __name__ == "__main__":
