@@ -36,7 +36,7 @@ def print_losses(name):
         model.load_state_dict(state["model"])
         with torch.no_grad():
             logits = model(twice)[:, :-1]
-        # The first token of each copy is left out, because nothing predicts it.
+        # The first token of each copy is left out: it cannot be predicted by copying.
         losses = F.cross_entropy(logits.transpose(1, 2), twice[:, 1:], reduction="none")
         first, second = losses[:, : LENGTH - 1].mean(), losses[:, LENGTH:].mean()
         print(f"{path.parent.name}: first copy {first:.2f}, second copy {second:.2f}", flush=True)

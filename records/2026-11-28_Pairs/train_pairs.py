@@ -5,9 +5,9 @@
     python train_pairs.py --candidates        # changes that may enter the recipe
 
 planned_runs(), planned_wide_runs() and planned_candidates() fix the runs, which use the scripts of
-commit CODE, edited as in CHANGES. Complete logs and weights are in
-work/; logs/ gets the finished logs, shortened. The program can be stopped and started at any time:
-it keeps finished runs and continues others.
+commit CODE, edited as in CHANGES. Complete logs and weights are in work/; logs/ gets the finished
+logs, shortened. The program can be stopped and started at any time: it keeps finished runs and
+continues others.
 """
 
 import argparse
@@ -96,9 +96,9 @@ CHANGES = {
     # For the price of a change in steps
     "steps_300": ["--num_iterations=300"],
     # Candidates for the recipe that are not in the table
-    "triples": ["--ngram_rows=40960", "--max_ngram=3"],  # compared with larger_table
+    "triples": ["--ngram_rows=40960", "--max_ngram=3"],
     "largest_table": ["--ngram_rows=163840"],
-    "bfloat16_tables": [  # all other runs have float32 tables
+    "bfloat16_tables": [  # all other runs with 128 channels have float32 tables
         (MODERN, "args.n_embd, dtype=dtype)", "args.n_embd, dtype=torch.bfloat16)"),
         (MODERN, "NgramTable(args, dtype)", "NgramTable(args, torch.bfloat16)"),
         (MODERN, "self.ngrams(inputs)", "self.ngrams(inputs).to(self.dtype)"),
@@ -124,12 +124,13 @@ NO_ROWS = ["base", "steps_300", *ADAMW, *CANDIDATES]
 ROWS = [name for name in CHANGES if name not in NO_ROWS] + ["adamw"]
 FIRST_SEEDS, MORE_SEEDS = (1, 2, 3, 4, 5), (6, 7, 8)
 SMALL_EFFECT = 0.01  # nats; rows with a smaller effect in five pairs get MORE_SEEDS
-AGAINST = {"full_rotary": "no_offset_keys"}  # rows that are not compared with the base
+# What is not compared with the base
+AGAINST = {"full_rotary": "no_offset_keys", "triples": "larger_table"}
 # With 256 channels: changes with large or doubtful effects, the clearest first
 WIDE_ROWS = ["no_offset_keys", "no_qk_norm", "larger_table", "no_ngram_table", "no_value_tables"]
 WIDE_ROWS += ["no_windows", "gelu", "tied_head"]
 WIDE_SEEDS = (1, 2, 3)
-WIDE_BFLOAT16_SEEDS = (2, 3, 4)  # the machine of these runs multiplied faster in bfloat16
+WIDE_BFLOAT16_SEEDS = (2, 3, 4)  # from another machine, which multiplies faster in bfloat16
 WIDE = [  # Muon's settings follow from the width as in modern()
     "--n_embd=256",
     "--n_head=2",
@@ -142,7 +143,7 @@ CHANGES |= {f"wide_{name}": WIDE + CHANGES[name] for name in IN_BOTH_WIDTHS}
 CHANGES["wide_muon_per_head"] = [*WIDE, PER_HEAD]
 CANDIDATES |= {"wide_base": (2, 3, 4), "wide_muon_per_head": (2, 3, 4)}
 CANDIDATES |= {"wide_largest_table": (2, 3, 4)}
-AGAINST |= {f"wide_{row}": "wide_base" for row in WIDE_ROWS}
+AGAINST |= {name: "wide_base" for name in CHANGES if name.startswith("wide_")}
 
 
 def loss_of(name, seed):
