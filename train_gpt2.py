@@ -1292,7 +1292,7 @@ def save_checkpoint(run):
     path = run.folder / f"state_step{run.step:010d}.pt"
     save(run, path.name, optimizers=[o.state_dict()["state"] for o in run.optimizers])
     if get_rank() == 0:
-        # A checkpoint of a later step is damaged: restore() skipped it. Do not count it.
+        # Checkpoints of later steps are damaged: restore() skipped them. They do not count.
         earlier = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in earlier[: -run.args.keep_checkpoints]:
             old.unlink()
@@ -1362,29 +1362,29 @@ def restore(run):
     if run.args.resume and get_rank() == 0:
         path = newest_file(run)
     path = from_rank_0(path)
-    if path:
-        state = load_weights(run, path, run.fixed)
-        run.step, run.val_loss = state["step"], state["val_loss"]
-        with contextlib.suppress(UserError):  # there is no best.pt, or it is damaged
-            # Read from best.pt, because it may be newer than the checkpoint.
-            run.best_loss = read_pt(run.folder / "best.pt")["val_loss"]
-        run.log.seconds["train"] = state["train_seconds"]
-        run.finished = path.name == "model.pt"
-        if run.finished:
-            return f"{path} is the result of this run; nothing to do"
-        if run.device.type == "cpu" and state["threads"] != torch.get_num_threads():
-            run.log(f"warning: saved with {state['threads']} threads; losses may differ slightly")
-        for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
-            # Param groups are not saved: use those that build_optimizers has just made.
-            state_dict = optimizer.state_dict()
-            state_dict["state"] = optimizer_state
-            optimizer.load_state_dict(state_dict)
-        return f"continuing after step {run.step} from {path}"
-    if run.args.init:
-        # These two change what the weights of a GPT mean, but not their shapes.
-        expected = {name: run.fixed[name] for name in ("n_head", "encoding")}
-        load_weights(run, run.args.init, expected)
-    return f"starting from {run.args.init or 'new weights'}"
+    if path is None:
+        if run.args.init:
+            # These two change what the weights of a GPT mean, but not their shapes.
+            expected = {name: run.fixed[name] for name in ("n_head", "encoding")}
+            load_weights(run, run.args.init, expected)
+        return f"starting from {run.args.init or 'new weights'}"
+    state = load_weights(run, path, run.fixed)
+    run.step, run.val_loss = state["step"], state["val_loss"]
+    with contextlib.suppress(UserError):  # there is no best.pt, or it is damaged
+        # Read from best.pt, because it may be newer than the checkpoint.
+        run.best_loss = read_pt(run.folder / "best.pt")["val_loss"]
+    run.log.seconds["train"] = state["train_seconds"]
+    run.finished = path.name == "model.pt"
+    if run.finished:
+        return f"{path} is the result of this run; nothing to do"
+    if run.device.type == "cpu" and state["threads"] != torch.get_num_threads():
+        run.log(f"warning: saved with {state['threads']} threads; losses may differ slightly")
+    for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
+        # Param groups are not saved: use those that build_optimizers has just made.
+        state_dict = optimizer.state_dict()
+        state_dict["state"] = optimizer_state
+        optimizer.load_state_dict(state_dict)
+    return f"continuing after step {run.step} from {path}"
 
 
 def newest_file(run):
