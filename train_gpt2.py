@@ -417,8 +417,8 @@ class TokenStream:
         # The folder is taken literally, because its manifest.json must describe all shards.
         self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            fix = "prepare the data, for example with data/fineweb.py; folders take no wildcards"
-            raise UserError(f"no file matches {pattern!r}: {fix}")
+            fix = "prepare the data with data/fineweb.py or, from your own text, with data/pack.py"
+            raise UserError(f"no file matches {pattern!r} (folders take no wildcards): {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
         self.total_tokens = sum(self.sizes)
@@ -833,6 +833,7 @@ def parse_args(argv, recipe=RECIPE):
         return text.lower() == "true"
 
     parser = argparse.ArgumentParser(
+        prog=Path(recipe.script).name,
         usage=f"{recipe.script} [--preset=NAME] [--name=value ...] (put wildcards in quotes)",
         description=recipe.settings.__doc__,
         formatter_class=functools.partial(argparse.HelpFormatter, width=100, max_help_position=40),
@@ -931,7 +932,8 @@ def open_data(args, device):
     val_stream = TokenStream(args.val_files, args.vocab_size)
     usable = (val_stream.total_tokens - 1) // T * T
     if usable == 0:
-        raise UserError(f"{args.val_files!r} has at most {T} tokens: lower --sequence_length")
+        fix = f"lower --sequence_length={T}, or add validation data"
+        raise UserError(f"{args.val_files!r} has only {val_stream.total_tokens} tokens: {fix}")
     val_tokens = args.val_tokens
     if val_tokens == 0:  # about 2**18, but at least one sequence and at most all
         val_tokens = min(usable, max(T, 2**18 // T * T))

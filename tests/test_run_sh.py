@@ -132,7 +132,7 @@ def test_run_sh_does_not_train_without_its_data(clone):
 
 def test_the_spinning_of_openmp_is_limited_unless_the_user_sets_a_policy(clone):
     for given, expected in (
-        ({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, ""),
+        ({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, ""),
     ):  # fmt: skip
         # The suite's own run.sh has set a count already.
         lines = run_sh(clone, "--seed=1", **{"GOMP_SPINCOUNT": "", **given})[1]
