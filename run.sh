@@ -80,8 +80,8 @@ if [ -n "$(missing "$python")" ]; then
     python=$venv/bin/python
 fi
 
-# By default, idle threads of libgomp busy-wait so long that training beside another program is ten
-# times as slow. A lower count is better on a busy machine, a higher one on an idle machine.
+# By default, idle threads of libgomp busy-wait so long that training beside a busy program was more
+# than ten times as slow. Lower counts are better on a busy machine, higher ones on an idle machine.
 if [ -z "${OMP_WAIT_POLICY:-}" ]; then
     export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 fi
