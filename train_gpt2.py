@@ -417,7 +417,7 @@ class TokenStream:
         # The folder is taken literally, because its manifest.json must describe all shards.
         self.paths = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
         if not self.paths:
-            fix = "prepare the data with data/fineweb.py or, from your own text, with data/pack.py"
+            fix = "prepare the data with data/prepare.py or, from your own text, with data/pack.py"
             raise UserError(f"no file matches {pattern!r} (folders take no wildcards): {fix}")
         self.sizes = [shard_size(path) for path in self.paths]
         self.files = [open(path, "rb") for path in self.paths]
@@ -932,8 +932,8 @@ def open_data(args, device):
     val_stream = TokenStream(args.val_files, args.vocab_size)
     usable = (val_stream.total_tokens - 1) // T * T
     if usable == 0:
-        fix = f"lower --sequence_length={T}, or add validation data"
-        raise UserError(f"{args.val_files!r} has only {val_stream.total_tokens} tokens: {fix}")
+        fix = f"needs {T + 1}: lower --sequence_length, or add validation data"
+        raise UserError(f"{args.val_files!r} has only {val_stream.total_tokens} tokens, but {fix}")
     val_tokens = args.val_tokens
     if val_tokens == 0:  # about 2**18, but at least one sequence and at most all
         val_tokens = min(usable, max(T, 2**18 // T * T))

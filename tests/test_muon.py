@@ -479,6 +479,16 @@ def test_steps_equal_torchs_own_muon(options, shape):
 
 
 @needs_torchs_muon
+def test_own_options_of_groups_stay_when_a_state_of_torchs_muon_is_loaded():
+    params = make_parameters([(16, 4), (8, 8)])
+    groups = [dict(params=params[:1], blocks=4, beta2=0.9), dict(params=params[1:], cautious=True)]
+    muon = Muon(groups)
+    muon.load_state_dict(torch.optim.Muon([dict(params=[p]) for p in params], lr=0.5).state_dict())
+    options = [(group["blocks"], group["beta2"], group["cautious"]) for group in muon.param_groups]
+    assert options == [(4, 0.9, False), (1, 0.0, True)] and muon.param_groups[0]["lr"] == 0.5
+
+
+@needs_torchs_muon
 def test_a_distributed_checkpoint_of_torchs_muon_can_be_loaded(tmp_path):
     """With the planner that the record's README names; the default one misses our options."""
     model = nn.Linear(8, 16, bias=False)

@@ -200,11 +200,11 @@ REFUSALS = {
     "too few val tokens": ({"val_tokens": 400}, "val_tokens=400 must be a multiple of"),
     "no val tokens": (
         {"val_tokens": 0, "sequence_length": 512, "allow_repeat": True, "batch_size": 1},
-        r"has only 400 tokens: lower --sequence_length=512, or add",
+        "has only 400 tokens, but needs 513: lower --sequence_length, or add",
     ),
     "too few train tokens": ({"num_iterations": 16}, "has tokens for only 15 steps: add data"),
     "no step": ({"sequence_length": 2**20, "allow_repeat": True}, "has tokens for only 0 steps"),
-    "missing data": ({"train_files": "nowhere/*.bin"}, "prepare the data with data/fineweb.py"),
+    "missing data": ({"train_files": "nowhere/*.bin"}, "prepare the data with data/prepare.py"),
     "ids beyond the vocabulary": ({"vocab_size": 32}, "but vocab_size=32"),
     "no launcher": ({"RANK": "0"}, "WORLD_SIZE"),
     "srun without torchrun": ({"SLURM_STEP_NUM_TASKS": "4"}, "srun or mpirun started several"),
