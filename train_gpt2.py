@@ -893,7 +893,7 @@ def digest(value):
 def next_batch(run):
     """Return this rank's part of the batch for run.step, or None after the last step.
 
-    Raises UserError if it cannot be read; on rank 0, it first saves a checkpoint if run.step > 0.
+    Raises UserError if it cannot be read. Rank 0 saves a checkpoint before, if run.step > 0.
     """
     if run.step == run.args.num_iterations:
         return None
@@ -920,7 +920,7 @@ def open_data(args, device):
         )
     stream = TokenStream(args.train_files, args.vocab_size)
     max_steps = (stream.total_tokens - 1) // (batch_size * T)
-    needed_steps = 1 if args.allow_repeat else args.num_iterations  # if data repeat, one will do
+    needed_steps = 1 if args.allow_repeat else args.num_iterations  # repeated data must hold one
     if max_steps < needed_steps:
         fix = "add data or lower --batch_size"
         if not args.allow_repeat:
@@ -1294,7 +1294,7 @@ def save_checkpoint(run):
     path = run.folder / f"state_step{run.step:010d}.pt"
     save(run, path.name, optimizers=[o.state_dict()["state"] for o in run.optimizers])
     if get_rank() == 0:
-        # Checkpoints of later steps are damaged: restore() skipped them. They do not count.
+        # Do not count checkpoints of later steps: they are damaged, and restore() skipped them.
         earlier = [old for old in checkpoints_in(run.folder) if old <= path]
         for old in earlier[: -run.args.keep_checkpoints]:
             old.unlink()
